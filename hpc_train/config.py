@@ -1,0 +1,366 @@
+"""The whole configuration of a run: frozen sections, checked before anything starts.
+
+A configuration is one YAML file (or the name of a recipe) plus `key.sub=value` overrides. Unknown keys are
+refused with the nearest known name. Checks never rewrite a field: what was asked is what is saved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hpc_train.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """Common rules of all sections: frozen, nothing unknown, no infinities, no silent conversion of text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=False)
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer.
+
+    `gpt`: LayerNorm, GELU, biases, learned positions. `llama`: RMSNorm, SwiGLU, RoPE, grouped K/V heads.
+    """
+
+    family: Literal["gpt", "llama"]
+    num_layers: Positive
+    hidden_size: Positive
+    num_heads: Positive
+    num_kv_heads: Positive | None = None
+    ffn_hidden_size: Positive | None = None
+    vocab_size: Positive
+    tied_embeddings: bool = False
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Given, or 4h for gpt and 8h/3 rounded up to a multiple of 64 for llama (as its authors do)."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.family == "gpt":
+            return 4 * self.hidden_size
+        return -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} is not a multiple of model.num_heads={self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.kv_heads}"
+            )
+        if self.family == "gpt" and self.num_kv_heads not in (None, self.num_heads):
+            raise ValueError("model.num_kv_heads has no effect in the gpt family; leave it out or use llama")
+        if self.family == "llama" and self.head_size % 2:
+            raise ValueError(f"RoPE needs an even head size; hidden_size/num_heads is {self.head_size}")
+        return self
+
+
+class ParallelConfig(Section):
+    """Degrees of the axes; dp left out is what the world size leaves over."""
+
+    pp: Positive = 1
+    dp: Positive | None = None
+    cp: Positive = 1
+    tp: Positive = 1
+
+    @model_validator(mode="after")
+    def _only_dp_so_far(self) -> ParallelConfig:
+        for axis in ("pp", "cp", "tp"):
+            if getattr(self, axis) != 1:
+                raise ValueError(
+                    f"parallel.{axis}={getattr(self, axis)} is not supported by this version: use {axis}=1 and dp"
+                )
+        return self
+
+
+class SourceConfig(Section):
+    """One token dataset of a blend: the path of a .bin/.idx pair without its ending."""
+
+    prefix: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    loss_mask: bool = False
+
+
+class DataConfig(Section):
+    """What is read, in which proportion, and how documents become sequences."""
+
+    seq_len: Positive
+    train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    heldout: tuple[SourceConfig, ...] = ()
+    heldout_fraction: Fraction = 0.0
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    allow_changed_blend: bool = False
+
+    @model_validator(mode="after")
+    def _one_heldout(self) -> DataConfig:
+        if self.heldout and self.heldout_fraction:
+            raise ValueError("data.heldout and data.heldout_fraction exclude each other; give one of them")
+        return self
+
+
+class TrainConfig(Section):
+    """Steps, batch, precision and what happens every so many steps."""
+
+    steps: Positive
+    global_batch_size: Positive
+    micro_batch_size: Positive = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: NonNegative = 1234
+    eval_every: NonNegative = 0
+    eval_batches: Positive = 8
+    log_every: Positive = 10
+    gc_every: Positive = 100
+    max_skipped_steps: Positive = 10
+    peak_flops_per_rank: Annotated[float, Field(gt=0)] | None = None
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up and cosine decay, clipped by the global norm."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)]
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 0
+    decay_steps: Positive | None = None
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+    @model_validator(mode="after")
+    def _lr_order(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When the state is saved (0: only at the end), how many are kept (0: all), and what a failed save does."""
+
+    every: NonNegative = 0
+    keep: NonNegative = 0
+    at_end: bool = True
+    resume: bool = True
+    on_error: Literal["stop", "continue"] = "stop"
+
+
+class LaunchConfig(Section):
+    """How ranks are started. Everything left out is found on the site."""
+
+    runs_dir: str = "runs"
+    mpi: str | None = None
+    interface: str | None = None
+    address_template: str | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    bind: Literal["auto", "none"] = "auto"
+    num_threads: Positive | None = None
+    modules: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class ObserveConfig(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = False
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if self.train.eval_every and not (self.data.heldout or self.data.heldout_fraction):
+            raise ValueError(
+                "train.eval_every is set but there is no held-out data: give data.heldout or data.heldout_fraction"
+            )
+        if self.train.global_batch_size % self.train.micro_batch_size:
+            raise ValueError(
+                f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
+                f"train.micro_batch_size={self.train.micro_batch_size}"
+            )
+        return self
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, or a recipe by its name, and apply `key.sub=value` overrides in their order.
+
+    Raises:
+        ConfigError: no such file or recipe, broken YAML, an unknown or missing key, a value that does not fit.
+            All faults are listed at once, each with its dotted key.
+    """
+    text_source, text = _read_source(source)
+    tree = parse_yaml(text, text_source)
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree, text_source)
+
+
+def build_config(tree: Mapping[str, Any], source: str) -> Config:
+    """Check a tree of plain values and freeze it; `source` is named in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "\n  ".join(["the configuration cannot be used:", *lines])) from None
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration as YAML text that load_config reads back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def recipe_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """A mapping from YAML text; a key given twice or anything but a mapping is refused."""
+    try:
+        tree = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected a mapping of sections (model, data, ...), found {type(tree).__name__}")
+    return tree
+
+
+def _read_source(source: str | Path) -> tuple[str, str]:
+    path = Path(source)
+    if not path.is_file() and path.suffix == "" and (RECIPES / f"{source}.yaml").is_file():
+        path = RECIPES / f"{source}.yaml"
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{source} is neither a file nor a recipe. Recipes: {', '.join(recipe_names()) or 'none'}."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key given twice, and reads 3e-4 as a number (YAML 1.1, which PyYAML follows, calls it text)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$"),
+    list("-+0123456789"),
+)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"{override!r} is not an override; write key.sub=value, for example train.steps=100")
+    try:
+        value = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from None
+    here: Any = tree
+    for part in parts[:-1]:
+        here = _descend(here, part, override)
+    if isinstance(here, list):
+        here[_list_index(here, parts[-1], override)] = value
+    else:
+        here[parts[-1]] = value
+
+
+def _descend(here: Any, part: str, override: str) -> Any:
+    if isinstance(here, list):
+        return here[_list_index(here, part, override)]
+    below = here.get(part)
+    if below is None:
+        below = here[part] = {}
+    if not isinstance(below, dict | list):
+        raise ConfigError(f"{override!r} goes through {part!r}, which is a value and has no keys below it")
+    return below
+
+
+def _list_index(items: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(f"{override!r}: {part!r} is not an index of a list with {len(items)} entries")
+    return int(part)
+
+
+def _explain(item: Any) -> str:
+    location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    key = ".".join(str(part) for part in location)
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_nearest(location)}"
+    if item["type"] == "missing":
+        return f"{key}: required, but not given"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (given: {item['input']!r})" if key and item["type"] != "value_error" else message
+
+
+def _nearest(location: Sequence[Any]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, str):
+            section = _section_of(section.model_fields[part].annotation)
+            if section is None:
+                return ""
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(known)}"
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _section_of(argument)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,132 @@
+"""Output of every process: lines written whole, prefixed with time, host and rank; one first-failure record.
+
+Many ranks write into one file a node, so a line goes out by a single write and carries its origin. The
+record `failure.json` holds the first failure of an attempt: whoever creates it first wins, and the creation
+order is the file system's, so clocks of different nodes do not matter.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from hpc_train.errors import ExitCode, HpcTrainError
+
+FAILURE_FILE = "failure.json"
+
+
+class LineWriter(io.TextIOBase):
+    """A text stream that passes on whole lines, each in one write, each with a prefix.
+
+    A line that is still open when `flush` is called stays in the buffer: half lines of several ranks in one
+    file could not be told apart. It goes out at its line end or at `close`.
+    """
+
+    def __init__(self, file_descriptor: int, label: str) -> None:
+        self._file_descriptor = file_descriptor
+        self._label = label
+        self._open_line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._open_line = (self._open_line + text).split("\n")
+        for line in lines:
+            self._emit(line.rpartition("\r")[2] if not line.endswith("\r") else line[:-1])
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file_descriptor
+
+    def flush(self) -> None:
+        """Nothing to do: whole lines are out already."""
+
+    def close(self) -> None:
+        if self._open_line:
+            self._emit(self._open_line)
+            self._open_line = ""
+
+    def _emit(self, line: str) -> None:
+        data = f"{timestamp()} {self._label} | {line}\n".encode(errors="replace")
+        while data:
+            data = data[os.write(self._file_descriptor, data) :]
+
+
+def timestamp() -> str:
+    """Local time to the millisecond: 2026-11-29T22:10:03.123."""
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03d}"
+
+
+def prefix_output(rank: int, host: str) -> None:
+    """From now on, every line that Python code of this process prints carries time, host and rank."""
+    label = f"{host} r{rank}"
+    sys.stdout, sys.stderr = LineWriter(1, label), LineWriter(2, label)  # type: ignore[assignment]
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a message, whole lines at once."""
+    out = stream or sys.stdout
+    out.write(text + "\n")
+    out.flush()
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error, once, in the words given."""
+    say(f"warning: {text}", sys.stderr)
+
+
+def report_failure(error: BaseException, *, run_dir: Path | None, rank: int | None, host: str) -> int:
+    """Print an error with its rank and host, record it if it is the first one, and give the exit code.
+
+    An error that is the user's to mend is shown as its message; anything else with its traceback. Never
+    raises: a full disk must not hide the error that led here.
+    """
+    expected = isinstance(error, HpcTrainError)
+    exit_code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
+    where = f"rank {rank} on {host}" if rank is not None else host
+    trace = "".join(traceback.format_exception(error))
+    say(f"error ({where}, exit code {exit_code}): {error if expected else trace.rstrip()}", sys.stderr)
+    if run_dir is not None:
+        _record_first(
+            run_dir,
+            {
+                "rank": rank,
+                "host": host,
+                "time": timestamp(),
+                "exit_code": exit_code,
+                "message": str(error) or type(error).__name__,
+                "traceback": trace,
+            },
+        )
+    return exit_code
+
+
+def _record_first(run_dir: Path, record: dict[str, object]) -> None:
+    """Write the record whole under a name of its own, then link it: the link fails if another was first."""
+    temporary = run_dir / f".{FAILURE_FILE}.{record['host']}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        os.link(temporary, run_dir / FAILURE_FILE)
+    except FileExistsError:
+        return
+    except OSError as problem:
+        say(f"warning: the failure could not be recorded in {run_dir}: {problem}", sys.stderr)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_failure(run_dir: Path) -> dict[str, object] | None:
+    """The first failure of the running attempt, or None."""
+    try:
+        record = json.loads((run_dir / FAILURE_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return record if isinstance(record, dict) else None
