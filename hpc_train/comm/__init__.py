@@ -1,0 +1,1 @@
+"""The one seam to MPI and torch.distributed: bootstrap, control messages, groups, collectives."""

@@ -1,0 +1,153 @@
+"""Small messages between all ranks, as JSON: facts at start, verdicts on errors, who does what.
+
+Nothing here is meant for tensors. Nothing is pickled. With MPI the messages go over MPI, otherwise
+over the torch process group.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from hpc_train.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    DataError,
+    HpcTrainError,
+    LaunchError,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_KINDS: dict[str, type[HpcTrainError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, LaunchError, DataError, CheckpointError, CollectiveError, HpcTrainError)
+}
+
+
+class Control(ABC):
+    """A channel for JSON values between ranks 0 .. size - 1. Every method is collective over all of them."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Root's value on every rank."""
+        return self.all_gather(value if self.rank == root else None)[root]
+
+    def barrier(self) -> None:
+        """Return once every rank has arrived."""
+        self.all_gather(None)
+
+    def agree(self, error: BaseException | None, host: str = "") -> None:
+        """Meet after a step that may fail on some ranks: return if it failed nowhere, else raise everywhere.
+
+        The error raised is that of the lowest failing rank, of the same kind, and carries `reporter`, the rank
+        that shall print it, so that it is printed once. An error that is not the user's to mend is raised on
+        the rank where it happened as it is, and as a CollectiveError elsewhere.
+        """
+        mine = None if error is None else [_kind_of(error), str(error) or type(error).__name__, host]
+        verdicts = self.all_gather(mine)
+        failed = [rank for rank, verdict in enumerate(verdicts) if verdict is not None]
+        if failed:
+            _raise_agreed(self.rank, failed, verdicts, error)
+
+
+class SingleControl(Control):
+    """The channel of a process that is alone."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [json.loads(json.dumps(value))]
+
+
+class MpiControl(Control):
+    """JSON over an MPI communicator, as byte buffers."""
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self._communicator = communicator
+        self.rank = communicator.Get_rank()
+        self.size = communicator.Get_size()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        self._communicator.Allgather(np.array([data.size], dtype=np.int64), lengths)
+        received = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self._communicator.Allgatherv(data, [received, lengths])
+        return _split_json(received, lengths)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        data = np.frombuffer(json.dumps(value if self.rank == root else None).encode(), dtype=np.uint8)
+        length = np.array([data.size], dtype=np.int64)
+        self._communicator.Bcast(length, root=root)
+        buffer = data.copy() if self.rank == root else np.empty(int(length[0]), dtype=np.uint8)
+        self._communicator.Bcast(buffer, root=root)
+        return json.loads(buffer.tobytes())
+
+    def barrier(self) -> None:
+        self._communicator.Barrier()
+
+
+class TorchControl(Control):
+    """JSON over the default torch process group, for ranks that were not started over MPI."""
+
+    def __init__(self, rank: int, size: int, device: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+
+    def all_gather(self, value: Any) -> list[Any]:
+        import torch
+        import torch.distributed as dist
+
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        sizes = [int(item) for item in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: data.numel()] = data.to(self._device)
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(received, padded)
+        return [
+            json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)
+        ]
+
+
+def _split_json(received: np.ndarray, lengths: np.ndarray) -> list[Any]:
+    ends = np.cumsum(lengths)
+    return [
+        json.loads(received[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def _kind_of(error: BaseException) -> str:
+    for kind in type(error).__mro__:
+        if kind.__name__ in _KINDS:
+            return kind.__name__
+    return ""
+
+
+def _raise_agreed(rank: int, failed: list[int], verdicts: list[Any], error: BaseException | None) -> NoReturn:
+    first = failed[0]
+    kind, message, host = verdicts[first]
+    if rank == first and error is not None:
+        error.reporter = first  # type: ignore[attr-defined]
+        raise error
+    others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    where = f"rank {first} on {host}" if host else f"rank {first}"
+    agreed = _KINDS.get(kind, CollectiveError)(f"{where}: {message}{others}")
+    agreed.reporter = first  # type: ignore[attr-defined]
+    raise agreed from error

@@ -1,0 +1,57 @@
+"""What a rank knows of itself and of the others once the job has started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.comm.control import Control
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class World:
+    """This process as one rank of a started job.
+
+    rank .. num_nodes: our numbering (the plan's), not the launcher's. device: where this rank's tensors live.
+    control: JSON messages between all ranks. mpi: an MPI communicator in our rank order, or None where the
+    ranks were not started over MPI. source: "mpi", "env" or "single".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    node: str
+    device: torch.device
+    backend: str
+    control: Control
+    mpi: MPI.Intracomm | None
+    source: str
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective over all ranks: raise on every rank if `error` is set on any (see Control.agree)."""
+        self.control.agree(error, self.node)
+
+    def close(self) -> None:
+        """Collective: leave the process group in good order. MPI is finalised at interpreter exit."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            self.control.barrier()
+            dist.destroy_process_group()
+
+    def describe(self) -> dict[str, Any]:
+        """The facts worth a line in the log."""
+        return {
+            "world_size": self.world_size,
+            "num_nodes": self.num_nodes,
+            "backend": self.backend,
+            "device": str(self.device),
+            "source": self.source,
+        }

@@ -1,0 +1,1 @@
+"""Transformers that know nothing of ranks."""

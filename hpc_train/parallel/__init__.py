@@ -1,0 +1,1 @@
+"""One module per axis: how a plain model is spread over ranks."""

@@ -1,0 +1,51 @@
+"""What a token costs: parameters and floating-point operations of a model, and the utilisation they give."""
+
+from __future__ import annotations
+
+from hpc_train.config import ModelConfig
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Weights that each token is multiplied with: all linears and the output head, not the embedding."""
+    h = model.hidden_size
+    attention = h * h + 2 * h * model.kv_heads * model.head_size + h * h
+    ffn = (3 if model.family == "llama" else 2) * h * model.ffn_size
+    return model.num_layers * (attention + ffn) + model.vocab_size * h
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of one token's forward and backward, full attention, no recomputation.
+
+    6 for each matrix weight, and 12 * layers * hidden * seq_len for the two attention products. For a GPT with
+    ffn 4h this is 72 l h^2 (1 + s / 6h + V / 12lh), the count behind published MFU figures.
+
+    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", SC'21. The causal half of the attention is counted in full there, and so it is here.
+    """
+    return 6.0 * matmul_parameters(model) + 12.0 * model.num_layers * model.hidden_size * seq_len
+
+
+def mfu(tokens_per_s: float, model: ModelConfig, seq_len: int, peak_flops: float) -> float:
+    """Model FLOP utilisation: the share of `peak_flops`, of all ranks together, that training used."""
+    return tokens_per_s * flops_per_token(model, seq_len) / peak_flops
+
+
+# Dense bf16 tensor peak in FLOP/s by the start of the device's name (cited: NVIDIA's data sheets).
+_PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA A800": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H800": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def known_peak_flops(device_name: str) -> float | None:
+    """The data sheet's bf16 peak of a GPU, or None for a device that is not in the table."""
+    for prefix, peak in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
+        if device_name.startswith(prefix):
+            return peak
+    return None

@@ -1,0 +1,1 @@
+"""Optimizer, step and loop of a training run."""
