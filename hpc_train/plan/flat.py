@@ -25,6 +25,23 @@ class Box:
     def num_elements(self) -> int:
         return _product(self.sizes)
 
+    def intersection(self, other: Box) -> Box | None:
+        """The part that two boxes of one tensor share, or None."""
+        lows = tuple(map(max, self.offsets, other.offsets))
+        highs = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
+        return Box(lows, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices_within(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in an array that holds `outer`, which must contain it."""
+        return tuple(
+            slice(low - base, low - base + size)
+            for low, size, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class FlatParameter:

@@ -1,0 +1,1 @@
+"""Save and load of training state under global names and shapes."""

@@ -1,0 +1,23 @@
+"""What a checkpoint is made of: boxes of named tensors that lie on this rank, and a few plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpc_train.plan.flat import Box
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A box of a global tensor on this rank.
+
+    name, shape: global and free of any mesh. data: 1-dimensional, contiguous, the box's elements in row-major
+    order; a view of live state, read by a save and filled by a load.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    data: torch.Tensor

@@ -1,0 +1,345 @@
+"""From a started process to a rank of a World. Never a silent world of one.
+
+1. who am I: the launcher's facts (one scope), MPI's, or torchrun's variables; they are compared
+2. which rank: by the plan, from this process's node and slot; without a plan the launcher's order
+3. which device: by the visible-devices rule
+4. where to meet: rank 0 binds a port first, then tells address and port
+5. torch's process group on nccl or gloo
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Iterator, Literal
+
+from hpc_train.cluster import devices, network
+from hpc_train.cluster.environment import process_env
+from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
+from hpc_train.comm.mpi import check_world, library_version, load_mpi
+from hpc_train.comm.world import World
+from hpc_train.config import LaunchConfig
+from hpc_train.errors import LaunchError
+from hpc_train.log import warn
+from hpc_train.plan.run import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+Source = Literal["auto", "mpi", "env", "single"]
+
+
+def bootstrap(
+    source: Source = "auto",
+    *,
+    plan: Plan | None = None,
+    launch: LaunchConfig | None = None,
+    device: Literal["auto", "cpu"] = "auto",
+) -> World:
+    """Make this process a rank of the job that was started, and return what it is. Collective over all ranks.
+
+    Args:
+        source: "mpi" (srun or mpirun), "env" (torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
+            "single" (this process alone, on purpose), or "auto": torchrun's variables if they are complete,
+            else MPI if a launcher started this process; otherwise refused.
+        plan: who is which rank; the hash is compared over all ranks. Without one the launcher's order holds.
+        launch: time limit, interface and address template; defaults of LaunchConfig if left out.
+        device: "cpu" leaves GPUs alone.
+
+    Raises:
+        LaunchError: the sources contradict each other, MPI cannot be used, nodes cannot reach each other.
+    """
+    env = process_env()
+    launch = launch or LaunchConfig()
+    chosen = _choose_source(env) if source == "auto" else source
+    if chosen == "single":
+        _refuse_other_ranks(env)
+        return _join(_Identity.single(), SingleControl(), None, launch, device, "single")
+    if chosen == "env":
+        return _bootstrap_env(env, launch, device)
+    return _bootstrap_mpi(env, plan, launch, device)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Ranks and node of a process, in our numbering."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    node: str
+
+    @classmethod
+    def single(cls) -> _Identity:
+        return cls(0, 1, 0, 1, 0, 1, socket.gethostname())
+
+
+def _choose_source(env: Mapping[str, str]) -> Source:
+    from hpc_train.cluster.situation import Situation, find_situation
+
+    found = find_situation(env)
+    if found.situation is Situation.ELASTIC:
+        return "env"
+    if found.situation in (Situation.STEP_TASK, Situation.MPI_TASK):
+        return "mpi"
+    raise LaunchError(
+        f"this process is no rank of a started job ({found.reason}). Start it with `hpc-train exec -n N -- PROGRAM`, "
+        'srun or mpirun; or ask for one process with bootstrap(source="single").'
+    )
+
+
+def _refuse_other_ranks(env: Mapping[str, str]) -> None:
+    from hpc_train.cluster.situation import rank_hint
+
+    hint = rank_hint(env)
+    if hint is not None and hint.size > 1:
+        raise LaunchError(
+            f'source="single" was asked for, but {hint.source} started {hint.size} tasks, and each of them would '
+            'train alone. Use source="mpi", or start one task.'
+        )
+
+
+def _bootstrap_mpi(
+    env: Mapping[str, str], plan: Plan | None, launch: LaunchConfig, device: Literal["auto", "cpu"]
+) -> World:
+    with _termination_deferred():
+        communicator = load_mpi()
+        hint = check_world(communicator.Get_rank(), communicator.Get_size(), env, library_version())
+        control: Control = MpiControl(communicator)
+        node = _node_name(env, hint, plan)
+        slots = control.all_gather([node, hint.local_rank if hint else None])
+        identity = _identify(control, slots, plan)
+    ordered = communicator.Split(0, identity.rank)
+    control = MpiControl(ordered)
+    return _join(identity, control, ordered, launch, device, "mpi")
+
+
+def _node_name(env: Mapping[str, str], hint: Any, plan: Plan | None) -> str:
+    """The name that the plan calls this node by: Slurm's, else the host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _identify(control: Control, slots: list[list[Any]], plan: Plan | None) -> _Identity:
+    """Ranks of this process from all processes' (node, slot), by the plan or in the launcher's order. Collective."""
+    nodes = [node for node, _ in slots]
+    node, slot = slots[control.rank]
+    if slot is None:
+        slot = nodes[: control.rank].count(node)
+    order = list(dict.fromkeys(nodes))
+    rank, error = control.rank, None
+    if plan is not None:
+        try:
+            rank = _planned_rank(control, plan, node, slot)
+            order = list(plan.nodes)
+        except LaunchError as problem:
+            error = problem
+    control.agree(error, node)
+    return _Identity(
+        rank=rank,
+        world_size=control.size,
+        local_rank=slot,
+        local_world_size=nodes.count(node),
+        node_rank=order.index(node),
+        num_nodes=len(order),
+        node=node,
+    )
+
+
+def _planned_rank(control: Control, plan: Plan, node: str, slot: int) -> int:
+    """This process's rank in a plan that all ranks hold alike; every error is raised after both exchanges."""
+    hashes = control.all_gather(plan.hash)
+    if len(set(hashes)) > 1:
+        odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+        raise LaunchError(
+            f"the ranks hold different plans: {plan.hash[:12]} here, and ranks {odd[:8]} differ from rank 0. Every "
+            "node must see the same run folder; check that it is on a shared file system."
+        )
+    if plan.world_size != control.size:
+        raise LaunchError(
+            f"the plan is for {plan.world_size} ranks, but {control.size} were started. Start with hpc-train run, "
+            "which plans and starts the same number."
+        )
+    return plan.lookup(node, slot)
+
+
+def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal["auto", "cpu"]) -> World:
+    """From torchrun's variables; the group is made by them, and then all facts are exchanged over it."""
+    import torch.distributed as dist
+
+    from hpc_train.cluster.situation import elastic_ranks
+
+    ranks = elastic_ranks(env)
+    chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
+    backend = _backend(chosen)
+    _set_device(chosen)
+    dist.init_process_group(backend, init_method="env://", timeout=_timeout(launch))
+    if (dist.get_rank(), dist.get_world_size()) != (ranks.rank, ranks.world_size):
+        raise LaunchError(
+            f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size} do not agree with torch's process group, rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}. Unset them, or start with torchrun alone."
+        )
+    control = TorchControl(ranks.rank, ranks.world_size, chosen)
+    node = socket.gethostname()
+    nodes = [item for item in control.all_gather(node)]
+    order = list(dict.fromkeys(nodes))
+    return World(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        local_rank=ranks.local_rank,
+        local_world_size=nodes.count(node),
+        node_rank=order.index(node),
+        num_nodes=len(order),
+        node=node,
+        device=chosen,
+        backend=backend,
+        control=control,
+        mpi=None,
+        source="env",
+    )
+
+
+def _join(
+    identity: _Identity,
+    control: Control,
+    communicator: MPI.Intracomm | None,
+    launch: LaunchConfig,
+    device: Literal["auto", "cpu"],
+    source: str,
+) -> World:
+    """Choose the device, meet the other ranks, make the process group. Collective."""
+    env = process_env()
+    listener, address, error = None, None, None
+    try:
+        address = network.advertised_address(
+            identity.node,
+            interface=launch.interface,
+            template=launch.address_template,
+            num_nodes=identity.num_nodes,
+        )
+        if identity.rank == 0 and identity.world_size > 1:
+            listener = _listen(address)
+    except LaunchError as problem:
+        error = problem
+    control.agree(error, identity.node)
+    import torch.distributed as dist
+
+    chosen, error = None, None
+    try:
+        chosen = _choose_device(env, identity.local_rank, identity.local_world_size, device)
+    except LaunchError as problem:
+        error = problem
+    control.agree(error, identity.node)
+    assert chosen is not None
+    _set_device(chosen)
+    backend = _backend(chosen)
+    if identity.world_size > 1:
+        place = [address, listener.getsockname()[1]] if listener else None
+        host, port = control.broadcast(place)
+        store = _store(host, port, identity, launch, listener)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=_timeout(launch),
+        )
+    return World(
+        **{name: getattr(identity, name) for name in identity.__dataclass_fields__},
+        device=chosen,
+        backend=backend,
+        control=control,
+        mpi=communicator,
+        source=source,
+    )
+
+
+def _listen(address: str) -> socket.socket:
+    """Bind a free port before anyone is told of it. The queue is long: all ranks call at once."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"rank 0 cannot listen on {address}: {error}. Name the interface that the nodes share with "
+            "launch.interface=NAME."
+        ) from error
+    return listener
+
+
+def _store(host: str, port: int, identity: _Identity, launch: LaunchConfig, listener: socket.socket | None) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        host_name=host,
+        port=port,
+        world_size=identity.world_size,
+        is_master=listener is not None,
+        timeout=_timeout(launch),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+
+
+def _choose_device(
+    env: Mapping[str, str], local_rank: int, local_world_size: int, device: Literal["auto", "cpu"]
+) -> torch.device:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    choice = devices.choose_device(
+        env, local_rank, local_world_size, num_visible=torch.cuda.device_count()
+    )
+    if choice.warning and local_rank == 0:
+        warn(choice.warning)
+    return torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
+
+
+def _set_device(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _timeout(launch: LaunchConfig) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=launch.timeout_s)
+
+
+@contextmanager
+def _termination_deferred() -> Iterator[None]:
+    """Hold SIGTERM back while MPI is checked, so that a mismatch ends with its own code on every rank.
+
+    The first rank that refuses makes srun terminate the others, which are about to find the same. The wait is
+    bounded: without an answer from MPI the signal is let through after a few seconds by the kernel's KILL.
+    """
+    received: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    except ValueError:  # not the main thread: the caller's signals are its own
+        yield
+        return
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        if completed:
+            signal.signal(signal.SIGTERM, before)
+            if received:
+                signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,87 @@
+"""Configuration: YAML, recipes, overrides, and errors that name the key."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.config import build_config, dump_yaml, load_config, parse_yaml, recipe_names
+from hpc_train.errors import ConfigError, ExitCode
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_a_valid_configuration_that_survives_being_saved(name):
+    config = load_config(name)
+    assert build_config(parse_yaml(dump_yaml(config), "saved"), "saved") == config
+
+
+def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
+    config = load_config(
+        "tiny", ["train.steps=7", "train.steps=9", "data.train.0.weight=2", "optimizer.lr=3e-4"]
+    )
+    assert (config.train.steps, config.data.train[0].weight, config.optimizer.lr) == (9, 2.0, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=7", "train.step: unknown key; did you mean steps"),
+        ("modle.num_layers=2", "modle: unknown key; did you mean model"),
+        ("data.train.0.prefx=a", "data.train.0.prefx: unknown key; did you mean prefix"),
+        ("train.steps=many", "train.steps: .*many"),
+        ("train.steps=0", "train.steps: .*greater than 0"),
+        ("optimizer.lr=.nan", "optimizer.lr: .*finite"),
+        ("model.hidden_size=130", "model.hidden_size=130 is not a multiple of model.num_heads=4"),
+        ("model.num_kv_heads=3", "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
+        ("train.micro_batch_size=3", "global_batch_size=16 is not a multiple of train.micro_batch_size=3"),
+        ("parallel.tp=2", "parallel.tp=2 is not supported"),
+        ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr"),
+        ("name=../x", "name: "),
+        ("train.steps", "is not an override"),
+        ("train.steps.more=1", "which is a value"),
+        ("data.train.5.weight=1", "not an index"),
+        ("train.steps={", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused_and_named(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config("tiny", [override])
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_all_faults_are_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny", ["train.step=7", "optimizer.lr=-1"])
+    assert "train.step" in str(caught.value)
+    assert "optimizer.lr" in str(caught.value)
+
+
+def test_evaluation_without_heldout_data_is_refused():
+    with pytest.raises(ConfigError, match="no held-out data"):
+        load_config("tiny", ["data.heldout=[]"])
+
+
+def test_a_setting_without_effect_is_refused():
+    with pytest.raises(ConfigError, match="no effect"):
+        load_config("tiny", ["model.family=gpt"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n", "expected a mapping"), ("a: 1\na: 2\n", "given twice"), ("a: [", "not valid YAML"), ("", "NoneType")],
+)
+def test_a_broken_file_is_refused_with_its_name(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert "c.yaml" in str(caught.value)
+
+
+def test_an_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"neither a file nor a recipe.*tiny"):
+        load_config("no-such-recipe")
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "3E-4"])
+def test_numbers_with_an_exponent_are_numbers(text):
+    assert load_config("tiny", [f"optimizer.lr={text}", "optimizer.min_lr=0"]).optimizer.lr == 3e-4
