@@ -1,0 +1,147 @@
+"""The grid of ranks: how many along each axis, and which coordinates each rank has.
+
+Ranks are numbered row-major over (pp, dp, cp, tp), so neighbours in tp have neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_train.errors import ConfigError
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Axis names, outermost first; the last one varies fastest."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the four axes; their product is the world size."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ConfigError(
+                    f"{axis}={degree!r} is not a degree of a mesh; it must be a whole number of 1 or more"
+                )
+
+    @staticmethod
+    def fill(world_size: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1) -> Mesh:
+        """The mesh of exactly `world_size` ranks; dp left out is what the other axes leave over.
+
+        Raises:
+            ConfigError: the degrees do not fill the world, with each factor, the remainder and the nearest
+                choices that would.
+        """
+        if world_size < 1:
+            raise ConfigError(f"a world of {world_size} ranks cannot be filled; give at least 1 rank")
+        mesh = Mesh(pp=pp, dp=1 if dp is None else dp, cp=cp, tp=tp)
+        others = pp * cp * tp
+        if dp is None:
+            if world_size % others == 0:
+                return Mesh(pp=pp, dp=world_size // others, cp=cp, tp=tp)
+            raise ConfigError(_not_divisible(world_size, pp, cp, tp))
+        if mesh.world_size != world_size:
+            raise ConfigError(_not_equal(world_size, mesh))
+        return mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Degree of each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def rank_of(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at these coordinates; an axis left out is at 0."""
+        rank = 0
+        for axis, place in zip(AXES, (pp, dp, cp, tp), strict=True):
+            degree = getattr(self, axis)
+            if not 0 <= place < degree:
+                raise ValueError(f"{axis}={place} is outside the mesh, where {axis} has {degree} places")
+            rank = rank * degree + place
+        return rank
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along one axis, each in the order of its coordinate, sorted by their first rank.
+
+        Every rank is in exactly one of them; an axis of degree 1 gives groups of one.
+        """
+        if axis not in AXES:
+            raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
+        degree = getattr(self, axis)
+        inner = math.prod(getattr(self, other) for other in AXES[AXES.index(axis) + 1 :])
+        firsts = (
+            block + offset for block in range(0, self.world_size, inner * degree) for offset in range(inner)
+        )
+        return tuple(tuple(range(first, first + inner * degree, inner)) for first in firsts)
+
+    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The one group along `axis` that holds `rank`, without building the others."""
+        coords = self.coords(rank)
+        return tuple(self.rank_of(**{**coords, axis: place}) for place in range(getattr(self, axis)))
+
+    def describe(self) -> str:
+        return _product(self.axes)
+
+
+def _product(axes: Mapping[str, int | None]) -> str:
+    return " x ".join(f"{axis} {'?' if degree is None else degree}" for axis, degree in axes.items())
+
+
+def _not_divisible(world_size: int, pp: int, cp: int, tp: int) -> str:
+    others = pp * cp * tp
+    asked = _product({"pp": pp, "dp": None, "cp": cp, "tp": tp})
+    return (
+        f"{world_size} ranks do not fill a mesh of {asked}: pp x cp x tp = {others} leaves a remainder of "
+        f"{world_size % others}. {_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, pp, cp, tp)}"
+    )
+
+
+def _not_equal(world_size: int, mesh: Mesh) -> str:
+    others = mesh.pp * mesh.cp * mesh.tp
+    text = (
+        f"{world_size} ranks do not fill a mesh of {mesh.describe()} = {mesh.world_size} ranks: "
+        f"{abs(world_size - mesh.world_size)} {'left over' if world_size > mesh.world_size else 'missing'}. "
+        f"Start {mesh.world_size} ranks"
+    )
+    if world_size % others == 0:
+        return f"{text}, or use dp={world_size // others}, or leave dp out."
+    return f"{text}. {_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, mesh.pp, mesh.cp, mesh.tp)}"
+
+
+def _nearest_worlds(world_size: int, others: int) -> str:
+    below = world_size - world_size % others
+    choices = [str(ranks) for ranks in (below, below + others) if ranks > 0]
+    return f"With these degrees use {' or '.join(choices)} ranks"
+
+
+def _nearest_degrees(world_size: int, pp: int, cp: int, tp: int) -> str:
+    """The nearest value of each axis above 1 that would divide, the other axes being kept."""
+    suggestions = []
+    for axis, degree, rest in (("tp", tp, pp * cp), ("cp", cp, pp * tp), ("pp", pp, cp * tp)):
+        if degree == 1 or world_size % rest:
+            continue
+        left = world_size // rest
+        fits = [value for value in range(1, left + 1) if left % value == 0]
+        near = sorted(sorted(fits, key=lambda value: (abs(value - degree), value))[:3])
+        suggestions.append(f"{axis}={' or '.join(map(str, near))}")
+    return f"; with {world_size} ranks use {', or '.join(suggestions)}." if suggestions else "."

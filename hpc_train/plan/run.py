@@ -1,0 +1,207 @@
+"""The plan of a run: which rank each slot of each node is, made once from what the site really gave.
+
+One process makes it at each start; every other reads plan.json, compares the hash and looks itself up. A
+slot is a task's index on its node, which is also the index of its GPU among the job's GPUs of that node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.config import Config
+from hpc_train.errors import LaunchError
+from hpc_train.plan.mesh import AXES, Mesh
+
+VERSION = 1
+MAX_RANKS_WITH_GROUPS = 4096
+"""Above this the groups are left out of the file: they follow from the axes, and would be most of it."""
+
+RANKS_TSV_COLUMNS = (
+    "rank", "host", "node_rank", "local_rank", "gpu", "nic", "rail", "slurm_procid", *AXES,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """One rank and its place. `gpu` is the slot on the node: SLURM_LOCALID, or mpirun's local rank."""
+
+    rank: int
+    node: str
+    gpu: int
+    coords: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is which rank. `further` keeps whatever else the file holds (other axes, traffic, estimates)."""
+
+    mesh: Mesh
+    ranks: tuple[PlannedRank, ...]
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    version: int = VERSION
+    further_axes: Mapping[str, int] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes in the order of their first rank; a node's index here is its node_rank."""
+        return tuple(dict.fromkeys(planned.node for planned in self.ranks))
+
+    @cached_property
+    def hash(self) -> str:
+        return _hash_of(self._document())
+
+    def lookup(self, node: str, gpu: int) -> int:
+        """The rank planned for a slot of a node.
+
+        Raises:
+            LaunchError: no rank was planned there, with what was planned on that node.
+        """
+        rank = self._rank_by_place.get((node, gpu))
+        if rank is not None:
+            return rank
+        slots = sorted(planned.gpu for planned in self.ranks if planned.node == node)
+        if slots:
+            found = f"on {node} the plan has only slots {_ranges(slots)}"
+        else:
+            found = f"the plan has no node of that name (it has {', '.join(self.nodes[:8])}{', ...' if len(self.nodes) > 8 else ''})"
+        raise LaunchError(
+            f"no rank is planned for slot {gpu} of node {node}: {found}. The tasks were started otherwise than "
+            "planned; start them by `hpc-train run` or `hpc-train exec`, which make the plan and then start srun or mpirun"
+        )
+
+    def to_json(self) -> str:
+        document = self._document()
+        return (
+            json.dumps({"version": document.pop("version"), "hash": self.hash, **document}, indent=1) + "\n"
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan and check its hash; axes and entries of later versions are kept.
+
+        Raises:
+            LaunchError: not a plan, or its hash does not fit its content.
+        """
+        try:
+            document = json.loads(text)
+            stated = document.pop("hash")
+            plan = _from_document(dict(document))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise LaunchError(
+                f"this is not a plan.json: {type(problem).__name__}: {problem}. Let `hpc-train run` write a new one"
+            ) from problem
+        actual = _hash_of(document)
+        if actual != stated:
+            raise LaunchError(
+                f"plan.json states the hash {stated}, but its content has {actual}: it was changed or is "
+                "incomplete. Let `hpc-train run` write a new one"
+            )
+        return plan
+
+    def ranks_tsv(self, *, slurm_order: bool = False) -> str:
+        """The table of ranks; what is not known is `-`. `slurm_order`: SLURM_PROCID is the rank itself."""
+        node_ranks = {node: index for index, node in enumerate(self.nodes)}
+        lines = ["\t".join(RANKS_TSV_COLUMNS)]
+        for planned in self.ranks:
+            procid = str(planned.rank) if slurm_order else "-"
+            place = [str(planned.coords.get(axis, 0)) for axis in AXES]
+            lines.append(
+                f"{planned.rank}\t{planned.node}\t{node_ranks[planned.node]}\t{planned.gpu}\t{planned.gpu}\t-\t-\t"
+                f"{procid}\t" + "\t".join(place)
+            )
+        return "\n".join(lines) + "\n"
+
+    @cached_property
+    def _rank_by_place(self) -> dict[tuple[str, int], int]:
+        return {(planned.node, planned.gpu): planned.rank for planned in self.ranks}
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "world_size": self.world_size,
+            "axes": {**self.mesh.axes, **self.further_axes},
+            "ranks": [
+                {
+                    "rank": planned.rank,
+                    "node": planned.node,
+                    "gpu": planned.gpu,
+                    "coords": dict(planned.coords),
+                }
+                for planned in self.ranks
+            ],
+            "groups": {kind: [list(group) for group in groups] for kind, groups in self.groups.items()},
+            **self.further,
+        }
+
+
+def plan_run(config: Config, allocation: Allocation) -> Plan:
+    """Number the ranks node by node in the allocation's order and fill the mesh with them.
+
+    Raises:
+        ConfigError: the degrees do not fill the world.
+    """
+    parallel = config.parallel
+    mesh = Mesh.fill(
+        sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp
+    )
+    return plan_mesh(mesh, allocation)
+
+
+def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:
+    """The same for a mesh that is known already."""
+    slots = [
+        (node, slot)
+        for node, tasks in zip(allocation.nodes, allocation.tasks_per_node, strict=True)
+        for slot in range(tasks)
+    ]
+    ranks = tuple(PlannedRank(rank, node, slot, mesh.coords(rank)) for rank, (node, slot) in enumerate(slots))
+    groups = {axis: mesh.groups(axis) for axis in AXES} if len(ranks) <= MAX_RANKS_WITH_GROUPS else {}
+    return Plan(mesh, ranks, groups)
+
+
+def _from_document(document: dict[str, Any]) -> Plan:
+    axes = dict(document.pop("axes"))
+    ranks = tuple(
+        PlannedRank(int(entry["rank"]), str(entry["node"]), int(entry["gpu"]), dict(entry["coords"]))
+        for entry in document.pop("ranks")
+    )
+    if [planned.rank for planned in ranks] != list(range(document.pop("world_size"))):
+        raise ValueError("its ranks are not 0 to world_size - 1 in order")
+    return Plan(
+        mesh=Mesh(**{axis: axes.pop(axis) for axis in AXES}),
+        ranks=ranks,
+        groups={
+            kind: tuple(tuple(group) for group in groups)
+            for kind, groups in document.pop("groups", {}).items()
+        },
+        version=document.pop("version"),
+        further_axes=axes,
+        further=document,
+    )
+
+
+def _hash_of(document: Mapping[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3,6: sorted whole numbers, runs joined."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
