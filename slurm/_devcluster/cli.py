@@ -33,13 +33,18 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGHUP, _end)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except ClusterError as error:
         print(f"devcluster: {error}", file=sys.stderr)
         return 3
     except ValueError as error:
         print(f"devcluster: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # our reader has left; what was asked for is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("devcluster: interrupted", file=sys.stderr)
         return 130
@@ -52,8 +57,8 @@ def _end(number: int, frame: object) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="devcluster",
-        description="A real Slurm cluster of many nodes on this machine, each with its own host name, IP address "
-        "and GPUs that Slurm counts (there are no devices behind them).",
+        description="A real Slurm cluster of many nodes on this machine, each with its own host name, IP "
+        "address and GPUs that Slurm counts (there are no devices behind them).",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -75,14 +80,20 @@ def _parser() -> argparse.ArgumentParser:
         start.add_argument(
             option, dest=attribute, type=int, default=value, metavar="N", help=f"{what} (default: {value})"
         )
-    start.add_argument("--subnet", help="its addresses (default: the first free one of 10.77.0.0/24, 10.77.1.0/24, ...)")
+    start.add_argument(
+        "--subnet", help="its addresses (default: the first free one of 10.77.0.0/24, 10.77.1.0/24, ...)"
+    )
     start.set_defaults(run=_start)
 
     stop = commands.add_parser("stop", parents=[named], help="end all its processes and remove all traces")
-    stop.add_argument("--keep-logs", action="store_true", help="leave the folder of logs, and say where it is")
+    stop.add_argument(
+        "--keep-logs", action="store_true", help="leave the folder of logs, and say where it is"
+    )
     stop.set_defaults(run=_stop)
 
-    status = commands.add_parser("status", parents=[named], help="what runs; code 3 where nothing or not all does")
+    status = commands.add_parser(
+        "status", parents=[named], help="what runs; code 3 where nothing or not all does"
+    )
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(run=_status)
 
@@ -91,16 +102,22 @@ def _parser() -> argparse.ArgumentParser:
     inside = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     inside.add_argument("--host", default=LOGIN, help="login (the default) or a node")
     inside.add_argument("--user", help="as this user of this machine (default: root)")
-    execute = commands.add_parser("exec", parents=[named, inside], help="run a command on the login host or a node")
+    execute = commands.add_parser(
+        "exec", parents=[named, inside], help="run a command on the login host or a node"
+    )
     execute.add_argument("argv", nargs="+", metavar="-- COMMAND", help="the command and its arguments")
     execute.set_defaults(run=_exec)
     shell = commands.add_parser("shell", parents=[named, inside], help="a shell on the login host or a node")
     shell.set_defaults(run=_exec, argv=None)
 
-    env = commands.add_parser("env", parents=[named], help="what a shell of this machine needs to use the cluster")
+    env = commands.add_parser(
+        "env", parents=[named], help="what a shell of this machine needs to use the cluster"
+    )
     env.set_defaults(run=_env)
 
-    clear = commands.add_parser("clear", parents=[named], help="cancel all jobs and kill what they left on the nodes")
+    clear = commands.add_parser(
+        "clear", parents=[named], help="cancel all jobs and kill what they left on the nodes"
+    )
     clear.set_defaults(run=_clear)
 
     link = commands.add_parser("link", parents=[named], help="pull a node's network cable, or put it back")
@@ -116,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--latency", default="50ms", help="longest wait in the queue (default: %(default)s)")
     shape.set_defaults(run=_shape)
 
-    check = commands.add_parser("check", help="whether this machine and user can run a cluster, and what is lacking")
+    check = commands.add_parser(
+        "check", help="whether this machine and user can run a cluster, and what is lacking"
+    )
     check.set_defaults(run=_check)
     return parser
 
@@ -147,8 +166,14 @@ def _start(options: argparse.Namespace) -> int:
         begin = time.monotonic()
         cluster.start(layout)
     print(f"The cluster {cluster.name} is up after {time.monotonic() - begin:.1f} s: {_summary(layout)}.")
+    if not cluster.pmix:
+        print(
+            "warning: `srun --mpi=pmix` cannot load PMIx here; as root: apt-get install -y libpmix-dev",
+            file=sys.stderr,
+        )
     name = "" if options.name == Layout().name else f" --name {options.name}"
-    print(f'A shell on its login host: {_program()} shell{name}\nIn this shell: eval "$({_program()} env{name})"')
+    print(f"A shell on its login host: {_program()} shell{name}")
+    print(f'In this shell: eval "$({_program()} env{name})"')
     return 0
 
 
@@ -157,7 +182,8 @@ def _summary(layout: Layout) -> str:
 
 
 def _program() -> str:
-    return os.path.relpath(sys.argv[0]) if len(os.path.relpath(sys.argv[0])) < len(sys.argv[0]) else sys.argv[0]
+    """This command as it can be typed here."""
+    return min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len) if os.sep in sys.argv[0] else sys.argv[0]
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -182,7 +208,11 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     elif not cluster.running:
         why = "; ".join(report["problems"])
-        print(f"The cluster {cluster.name} is broken: {why}." if cluster.exists else f"No cluster {cluster.name} here.")
+        print(
+            f"The cluster {cluster.name} is broken: {why}."
+            if cluster.exists
+            else f"No cluster {cluster.name} here."
+        )
     else:
         print(f"The cluster {cluster.name} runs: {_summary(cluster.layout)}, {report['conf']}")
         row = "{:<8} {:<16} {:<8} {:<12} {}"
@@ -208,7 +238,7 @@ def _exec(options: argparse.Namespace) -> int:
         cluster.require_running()
     argv = options.argv or [os.environ.get("SHELL") or "/bin/sh"]
     command = cluster.command_on(options.host, options.user, argv)
-    sys.stdout.flush()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that
     os.execvp(command[0], command)
 
 

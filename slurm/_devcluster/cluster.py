@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -21,7 +22,6 @@ from .layout import LOGIN, Layout, link_name, namespace_prefix
 from .machine import (
     BASE,
     NAMESPACES,
-    SYSTEM_PATH,
     ClusterError,
     kill_in,
     namespace_of,
@@ -60,6 +60,7 @@ class Cluster:
         self.layout = Layout(name=name)
         self.daemons: list[Daemon] = []
         self.problems: list[str] = []
+        self.pmix = True
         self.exists = self._look()
 
     @property
@@ -78,6 +79,7 @@ class Cluster:
                 saved = json.load(file)
             self.layout = Layout(**saved["layout"])
             self.daemons = [Daemon(**daemon) for daemon in saved["daemons"]]
+            self.pmix = saved["pmix"]
         except FileNotFoundError:
             self.problems.append("its record is missing")
             return bool(names) or os.path.exists(f"/sys/class/net/{link_name(self.name)}")
@@ -110,7 +112,9 @@ class Cluster:
         self.layout, self.exists, self.problems = layout, True, []
         try:
             self._write_files()
+            probe = self._probe_pmix()
             network.build(layout)
+            self._write_slurm_conf(probe)
             self._start_daemons()
             self._wait_until_idle()
             self._save(ready=True)
@@ -140,16 +144,30 @@ class Cluster:
             self._write("gres.conf", texts.gres_text(self.layout, self.state))
         if cgroup := texts.cgroup_text(slurm_version()):
             self._write("cgroup.conf", cgroup)
-        self._write("slurm.conf", texts.slurm_conf_text(self.layout, self.state, mpi_default="none"))
-        if "pmix" in self._mpi_plugins():
-            self._write("slurm.conf", texts.slurm_conf_text(self.layout, self.state, mpi_default="pmix"))
 
-    def _mpi_plugins(self) -> list[str]:
-        """What `srun --mpi` can take: plugins that load, so one whose library is missing is not named."""
-        listed = subprocess.run(
-            ["srun", "--mpi=list"], env=self._environment(), capture_output=True, text=True
+    def _probe_pmix(self) -> subprocess.Popen[str]:
+        """Ask srun for PMIx: it ends at once where it cannot load it. (`--mpi=list` names it in any case.)"""
+        os.makedirs(f"{self.state}/probe")
+        self._write("probe/slurm.conf", texts.probe_conf_text(f"{self.state}/munge/socket"))
+        return subprocess.Popen(
+            ["srun", "--mpi=pmix", "--nodes=1", "true"],
+            env={**self._environment(), "SLURM_CONF": f"{self.state}/probe/slurm.conf"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        return re.findall(r"[\w.]+", listed.stdout + listed.stderr)
+
+    def _write_slurm_conf(self, probe: subprocess.Popen[str]) -> None:
+        """MpiDefault is PMIx where it works."""
+        try:
+            said = probe.communicate(timeout=0.3)[1]
+        except subprocess.TimeoutExpired:  # it tries to reach a controller, so its plugins are loaded
+            probe.kill()
+            said = probe.communicate()[1]
+        self.pmix = "Invalid MPI type" not in said
+        text = texts.slurm_conf_text(self.layout, self.state, mpi_default="pmix" if self.pmix else "none")
+        self._write("slurm.conf", text)
 
     def _write(self, path: str, content: str | bytes, mode: int = 0o644) -> None:
         full = os.path.join(self.state, path)
@@ -161,6 +179,7 @@ class Cluster:
     def _save(self, *, ready: bool) -> None:
         record = {
             "ready": ready,
+            "pmix": self.pmix,
             "layout": dataclasses.asdict(self.layout),
             "daemons": [dataclasses.asdict(daemon) for daemon in self.daemons],
         }
@@ -178,7 +197,7 @@ class Cluster:
         self._save(ready=False)
 
     def _start_daemon(self, name: str, host: str, command: Sequence[str]) -> None:
-        """Start it in host's namespaces. Each program of the chain becomes the next, so the pid is its own."""
+        """Start it in host's namespaces. Each program of the chain becomes the next: the pid is its own."""
         enter = ["nsenter", f"--net={NAMESPACES}/{self.layout.namespace(host)}"]
         # Mounts made outside later must be seen, and unmounts above all: a namespace lives as long
         # as any process still sees its mount.
@@ -198,7 +217,7 @@ class Cluster:
         self.daemons.append(Daemon(name, host, process.pid, -1 if started is None else started))
 
     def _environment(self) -> dict[str, str]:
-        return {"PATH": SYSTEM_PATH, "SLURM_CONF": self.conf, "LC_ALL": "C"}
+        return {"PATH": os.environ["PATH"], "SLURM_CONF": self.conf, "LC_ALL": "C"}
 
     def _wait_for_munge(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -260,6 +279,7 @@ class Cluster:
             "logs": f"{self.state}/logs",
             "subnet": self.layout.subnet,
             "login": {"host": LOGIN, "address": self.layout.address(LOGIN), "link": links[LOGIN]},
+            "pmix": self.pmix,
             "gpus_per_node": self.layout.gpus_per_node,
             "cpus_per_node": self.layout.cpus_per_node,
             "nodes": [
@@ -291,7 +311,9 @@ class Cluster:
         enter = ["nsenter", f"--target={holder.pid}", "--net", "--uts", "--mount"]
         enter += ["env", "-C", os.getcwd(), f"SLURM_CONF={self.conf}", f"HOSTNAME={host}"]
         if user is not None:
-            enter += ["setpriv", f"--reuid={user}", f"--regid={_group_of(user)}", "--init-groups"]
+            account = _account(user)
+            enter += [f"HOME={account.pw_dir}", f"USER={user}", f"LOGNAME={user}"]
+            enter += ["setpriv", f"--reuid={user}", f"--regid={account.pw_gid}", "--init-groups"]
         return [*enter, *command]
 
     # End
@@ -373,10 +395,8 @@ def slurm_version() -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _group_of(user: str) -> int:
-    import pwd
-
+def _account(user: str) -> pwd.struct_passwd:
     try:
-        return pwd.getpwnam(user).pw_gid
+        return pwd.getpwnam(user)
     except KeyError:
         raise ClusterError(f"no user {user} on this machine") from None

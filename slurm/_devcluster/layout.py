@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ LOGIN = "login"
 LINK_PREFIX = "dc-"  # of network namespaces and of the one link into this machine
 MEMORY_MB = 512_000  # assumed: what a node claims, so that scripts written for a centre's nodes are taken
 
-# An interface name has at most 15 characters.
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
+# Sockets of job steps lie below the cluster's folder, and their paths must stay under 108 characters.
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,19}")
+_LONGEST_LINK_NAME = 15  # Linux's
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Layout:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"--name {self.name!r} cannot name a cluster. Use up to 12 lower-case letters, digits and "
-                "hyphens, a letter first (it becomes part of an interface name)."
+                f"--name {self.name!r} cannot name a cluster. Use up to 20 lower-case letters, digits and "
+                "hyphens, a letter first."
             )
         for option, value, least in (
             ("--nodes", self.num_nodes, 1),
@@ -103,7 +105,11 @@ class Layout:
 
 
 def link_name(name: str) -> str:
-    return LINK_PREFIX + name
+    full = LINK_PREFIX + name
+    if len(full) <= _LONGEST_LINK_NAME:
+        return full
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return LINK_PREFIX + digest[: _LONGEST_LINK_NAME - len(LINK_PREFIX)]
 
 
 def namespace_prefix(name: str) -> str:
@@ -144,6 +150,16 @@ def cgroup_text(slurm_version: tuple[int, int]) -> str:
     return "CgroupPlugin=disabled\n" if slurm_version >= (23, 2) else ""
 
 
+def probe_conf_text(munge_socket: str) -> str:
+    """A slurm.conf with which srun does all but reach a controller: nothing listens on port 1."""
+    return f"""\
+ClusterName=probe
+SlurmctldHost=localhost
+SlurmctldPort=1
+AuthInfo=socket={munge_socket}
+"""
+
+
 def slurm_conf_text(layout: Layout, state: str, *, mpi_default: str) -> str:
     """slurm.conf, for Slurm 22.05 and later.
 
@@ -169,6 +185,7 @@ AuthType=auth/munge
 # A requeued job waits for its old credential to expire: 120 s by default.
 AuthInfo=socket={state}/munge/socket,cred_expire=5
 
+MailProg=/bin/true
 StateSaveLocation={state}/slurmctld
 SlurmctldPidFile={state}/slurmctld.pid
 SlurmctldLogFile={state}/logs/slurmctld.log

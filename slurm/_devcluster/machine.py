@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 BASE = "/var/lib/hpc_train-devcluster"  # not /run: it is often mounted noexec, and batch scripts run here
 LOCK = "/run/hpc_train-devcluster.lock"
@@ -18,7 +18,8 @@ NAMESPACES = "/run/netns"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _PACKAGES = {
-    "slurm-wlm": ("slurmctld", "slurmd", "srun", "sinfo", "scancel"),
+    # Debian's Slurm loads libpmix.so by the name that only the -dev package has (seen on Debian 12).
+    "slurm-wlm libpmix-dev": ("slurmctld", "slurmd", "srun", "sinfo", "scancel"),
     "munge": ("munged",),
     "iproute2": ("ip", "tc"),
     "util-linux": ("nsenter", "unshare", "setpriv", "mount"),
@@ -33,7 +34,9 @@ class ClusterError(Exception):
 def add_system_path() -> None:
     """Find what lies in the sbin folders, which are not on everybody's PATH."""
     have = os.environ.get("PATH", "").split(":")
-    os.environ["PATH"] = ":".join([*have, *(folder for folder in SYSTEM_PATH.split(":") if folder not in have)])
+    os.environ["PATH"] = ":".join(
+        [*have, *(folder for folder in SYSTEM_PATH.split(":") if folder not in have)]
+    )
 
 
 def require_machine() -> None:
@@ -41,19 +44,24 @@ def require_machine() -> None:
     if sys.platform != "linux":
         raise ClusterError("a cluster needs Linux (network namespaces): use a Linux machine or container")
     add_system_path()
+    if problems := what_is_lacking(shutil.which, is_root=os.geteuid() == 0):
+        raise ClusterError("cannot run a cluster here: " + "; and ".join(problems))
+
+
+def what_is_lacking(which: Callable[[str], str | None], *, is_root: bool) -> list[str]:
+    """What stands against a cluster, each with its cure; which finds a program."""
     lacking = {
-        package: programs
-        for package, names in _PACKAGES.items()
-        if (programs := [name for name in names if not shutil.which(name)])
+        packages: missing
+        for packages, programs in _PACKAGES.items()
+        if (missing := [program for program in programs if not which(program)])
     }
     problems = []
     if lacking:
-        programs = ", ".join(name for names in lacking.values() for name in names)
-        problems.append(f"{programs} not found; as root: apt-get install -y {' '.join(lacking)}")
-    if os.geteuid() != 0:
+        missing = ", ".join(program for programs in lacking.values() for program in programs)
+        problems.append(f"{missing} not found; as root: apt-get install -y {' '.join(lacking)}")
+    if not is_root:
         problems.append("not root, and namespaces and Slurm's daemons need it: run this command with sudo")
-    if problems:
-        raise ClusterError("cannot run a cluster here: " + "; and ".join(problems))
+    return problems
 
 
 def check_namespaces() -> None:
@@ -111,7 +119,8 @@ def namespaces(prefix: str) -> dict[str, int]:
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(NAMESPACES)):
             if name.startswith(prefix):
-                found[name] = os.stat(f"{NAMESPACES}/{name}").st_ino
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    found[name] = os.stat(f"{NAMESPACES}/{name}").st_ino
     return found
 
 
