@@ -1,0 +1,179 @@
+"""Where ranks may run: nodes, tasks and GPUs of each, as Slurm gave them and the user asked for them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from hpc_train.cluster.devices import gres_total, parse_gres
+from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.slurm import JobFacts
+from hpc_train.errors import LaunchError
+
+_DETAIL = re.compile(r"^\s*Nodes=(\S+)\s.*?\bGRES=(\S*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One entry a node in each tuple, in Slurm's order. warnings are for the user, once."""
+
+    nodes: tuple[str, ...]
+    tasks_per_node: tuple[int, ...]
+    gpus_per_node: tuple[int, ...]
+    job_id: str | None
+    source: str
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def num_tasks(self) -> int:
+        return sum(self.tasks_per_node)
+
+
+def allocation_from_job(
+    job: JobFacts,
+    num_tasks: int | None = None,
+    tasks_per_node: int | None = None,
+    gpus_per_node: tuple[int, ...] | None = None,
+) -> Allocation:
+    """Lay out ranks over the job's nodes.
+
+    The user's own numbers come first. Then SLURM_NTASKS; SLURM_TASKS_PER_NODE and SLURM_NTASKS_PER_NODE
+    are requests, and where they disagree with it the count wins, spread evenly, with a warning of all three
+    numbers. Without any count there is one rank a GPU. Where SLURM_TASKS_PER_NODE is all that is known it
+    is taken only if it says one a node: with --exclusive it counts cores.
+
+    Args:
+        num_tasks: `-n` of the user, or the number that the configuration needs.
+        tasks_per_node: `--ntasks-per-node` of the user.
+        gpus_per_node: From gpus_from_scontrol, where the variables cannot tell.
+
+    Raises:
+        LaunchError: The numbers contradict each other, or nothing tells the number of ranks.
+    """
+    warnings: list[str] = []
+    gpus = gpus_per_node if gpus_per_node is not None else _gpus_of_job(job, warnings)
+    nodes = job.nodes
+    if num_tasks is not None or tasks_per_node is not None:
+        tasks, source = _asked(job, num_tasks, tasks_per_node, warnings)
+        nodes, gpus = nodes[: len(tasks)], gpus[: len(tasks)]
+    elif job.num_tasks is not None:
+        tasks, source = _counted(job, job.num_tasks, warnings)
+        nodes, gpus = nodes[: len(tasks)], gpus[: len(tasks)]
+    elif all(gpus):
+        tasks, source = gpus, "one rank a GPU, since SLURM_NTASKS is not set"
+    elif job.tasks_per_node is not None and set(job.tasks_per_node) == {1}:
+        tasks, source = job.tasks_per_node, "SLURM_TASKS_PER_NODE, one rank a node"
+    else:
+        raise LaunchError(
+            f"Job {job.job_id} has {job.num_nodes} nodes, but SLURM_NTASKS is not set, so the number of "
+            "ranks is "
+            "unknown. Give it with -n or --ntasks-per-node."
+        )
+    short = [f"{node} ({n} ranks, {g} GPUs)" for node, n, g in zip(nodes, tasks, gpus, strict=True) if g > n]
+    if short:
+        warnings.append(
+            f"GPUs stay idle on {', '.join(short[:4])}: one rank uses one GPU. Ask for more ranks."
+        )
+    return Allocation(nodes, tasks, gpus, job.job_id, source, tuple(warnings))
+
+
+def allocation_local(num_ranks: int, host: str, num_gpus: int = 0) -> Allocation:
+    """The allocation of one machine without a scheduler."""
+    if num_ranks < 1:
+        raise LaunchError(f"{num_ranks} ranks were asked for; at least one is needed.")
+    return Allocation((host,), (num_ranks,), (num_gpus,), None, "this machine")
+
+
+def gpus_from_scontrol(text: str, nodes: tuple[str, ...]) -> tuple[int, ...]:
+    """Read the GPUs that each node really gave from `scontrol show job -d JOB`; 0 where it names none."""
+    found: dict[str, int] = {}
+    for hosts, gres in _DETAIL.findall(text):
+        for host in expand_hostlist(hosts):
+            found[host] = found.get(host, 0) + gres_total(parse_gres(gres))
+    return tuple(found.get(node, 0) for node in nodes)
+
+
+def _asked(
+    job: JobFacts, num_tasks: int | None, tasks_per_node: int | None, warnings: list[str]
+) -> tuple[tuple[int, ...], str]:
+    for name, value in (("-n", num_tasks), ("--ntasks-per-node", tasks_per_node)):
+        if value is not None and value < 1:
+            raise LaunchError(f"{name} {value} was asked for; at least one task is needed.")
+    if num_tasks is None:
+        assert tasks_per_node is not None
+        return (tasks_per_node,) * job.num_nodes, f"--ntasks-per-node={tasks_per_node} as asked"
+    if tasks_per_node is not None and num_tasks != tasks_per_node * job.num_nodes:
+        raise LaunchError(
+            f"-n {num_tasks} and --ntasks-per-node={tasks_per_node} were asked for, but job {job.job_id} has "
+            f"{job.num_nodes} nodes, which makes {tasks_per_node * job.num_nodes} tasks. Give one of the two."
+        )
+    if job.tasks_per_node is not None and sum(job.tasks_per_node) == num_tasks:
+        return job.tasks_per_node, f"-n {num_tasks} as asked, laid out by SLURM_TASKS_PER_NODE"
+    return _spread(num_tasks, job, warnings), f"-n {num_tasks} as asked, spread evenly"
+
+
+def _counted(job: JobFacts, num_tasks: int, warnings: list[str]) -> tuple[tuple[int, ...], str]:
+    asked = job.tasks_per_node_asked
+    total = None if job.tasks_per_node is None else sum(job.tasks_per_node)
+    per_node_total = None if asked is None else asked * job.num_nodes
+    if per_node_total is not None and num_tasks > per_node_total:
+        raise LaunchError(
+            f"SLURM_NTASKS={num_tasks}, but SLURM_NTASKS_PER_NODE={asked} on {job.num_nodes} nodes allows "
+            f"{per_node_total}. Give -n, or submit with numbers that agree."
+        )
+    if total == num_tasks and per_node_total in (None, num_tasks):
+        assert job.tasks_per_node is not None
+        return job.tasks_per_node, "SLURM_NTASKS and SLURM_TASKS_PER_NODE"
+    if total is not None and total < num_tasks:
+        raise LaunchError(
+            f"SLURM_NTASKS={num_tasks}, but SLURM_TASKS_PER_NODE adds up to {total} on {job.num_nodes} "
+            "nodes: the "
+            "count was inherited from another job, or changed. Give -n, and submit from a clean environment."
+        )
+    if total is not None or per_node_total is not None:
+        warnings.append(
+            f"SLURM_NTASKS={num_tasks} tasks on {job.num_nodes} nodes, but the per-node request makes "
+            f"{per_node_total or total}. {num_tasks} ranks are started; give -n or --ntasks-per-node for "
+            "another "
+            "number."
+        )
+    if total == num_tasks and job.tasks_per_node is not None:
+        return job.tasks_per_node, "SLURM_NTASKS and SLURM_TASKS_PER_NODE"
+    return _spread(num_tasks, job, warnings), "SLURM_NTASKS, spread evenly"
+
+
+def _spread(num_tasks: int, job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
+    """Give each node its even share, the first ones one more; nodes past num_tasks are left out."""
+    num_nodes = min(job.num_nodes, num_tasks)
+    if num_nodes < job.num_nodes:
+        warnings.append(f"{num_tasks} ranks leave {job.num_nodes - num_nodes} of {job.num_nodes} nodes idle.")
+    share, more = divmod(num_tasks, num_nodes)
+    return tuple(share + (index < more) for index in range(num_nodes))
+
+
+def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
+    if job.gpus_per_node is not None:
+        return (_request(job.gpus_per_node),) * job.num_nodes
+    here = job.gpus_on_node
+    if here is None and job.job_gpus is not None:
+        here = len(job.job_gpus.split(","))
+    if here is None:
+        return (0,) * job.num_nodes
+    total = None if job.num_gpus is None else _request(job.num_gpus)
+    if total is not None and total != here * job.num_nodes:
+        if job.num_nodes == 1:
+            return (here,)
+        warnings.append(
+            f"SLURM_GPUS={total} over {job.num_nodes} nodes and {here} on this one: how many each node "
+            "has is not "
+            "in the environment (`scontrol show job -d` tells). Ask with --gpus-per-node."
+        )
+        return (0,) * job.num_nodes
+    return (here,) * job.num_nodes
+
+
+def _request(text: str) -> int:
+    """Count a GPU request as in --gpus-per-node: `4`, `a100:4`, `a100:2,h100:2`."""
+    return sum(
+        int(part.rpartition(":")[2]) if part.rpartition(":")[2].isdecimal() else 1 for part in text.split(",")
+    )
