@@ -89,9 +89,7 @@ class Mesh:
             raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
         degree = getattr(self, axis)
         inner = math.prod(getattr(self, other) for other in AXES[AXES.index(axis) + 1 :])
-        firsts = (
-            block + offset for block in range(0, self.world_size, inner * degree) for offset in range(inner)
-        )
+        firsts = (block + offset for block in range(0, self.world_size, inner * degree) for offset in range(inner))
         return tuple(tuple(range(first, first + inner * degree, inner)) for first in firsts)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -112,7 +110,7 @@ def _not_divisible(world_size: int, pp: int, cp: int, tp: int) -> str:
     asked = _product({"pp": pp, "dp": None, "cp": cp, "tp": tp})
     return (
         f"{world_size} ranks do not fill a mesh of {asked}: pp x cp x tp = {others} leaves a remainder of "
-        f"{world_size % others}. {_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, pp, cp, tp)}"
+        f"{world_size % others}. {_nearest(world_size, pp, cp, tp)}"
     )
 
 
@@ -125,7 +123,11 @@ def _not_equal(world_size: int, mesh: Mesh) -> str:
     )
     if world_size % others == 0:
         return f"{text}, or use dp={world_size // others}, or leave dp out."
-    return f"{text}. {_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, mesh.pp, mesh.cp, mesh.tp)}"
+    return f"{text}. {_nearest(world_size, mesh.pp, mesh.cp, mesh.tp)}"
+
+
+def _nearest(world_size: int, pp: int, cp: int, tp: int) -> str:
+    return f"{_nearest_worlds(world_size, pp * cp * tp)}{_nearest_degrees(world_size, pp, cp, tp)}"
 
 
 def _nearest_worlds(world_size: int, others: int) -> str:

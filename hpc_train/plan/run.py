@@ -74,17 +74,16 @@ class Plan:
         if slots:
             found = f"on {node} the plan has only slots {_ranges(slots)}"
         else:
-            found = f"the plan has no node of that name (it has {', '.join(self.nodes[:8])}{', ...' if len(self.nodes) > 8 else ''})"
+            more = ", ..." if len(self.nodes) > 8 else ""
+            found = f"the plan has no node of that name (it has {', '.join(self.nodes[:8])}{more})"
         raise LaunchError(
-            f"no rank is planned for slot {gpu} of node {node}: {found}. The tasks were started otherwise than "
-            "planned; start them by `hpc-train run` or `hpc-train exec`, which make the plan and then start srun or mpirun"
+            f"no rank is planned for slot {gpu} of node {node}: {found}. The tasks were started otherwise "
+            "than planned; start them by `hpc-train run` or `hpc-train exec`, which plan and then start them"
         )
 
     def to_json(self) -> str:
         document = self._document()
-        return (
-            json.dumps({"version": document.pop("version"), "hash": self.hash, **document}, indent=1) + "\n"
-        )
+        return json.dumps({"version": document.pop("version"), "hash": self.hash, **document}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -152,9 +151,7 @@ def plan_run(config: Config, allocation: Allocation) -> Plan:
         ConfigError: the degrees do not fill the world.
     """
     parallel = config.parallel
-    mesh = Mesh.fill(
-        sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp
-    )
+    mesh = Mesh.fill(sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
     return plan_mesh(mesh, allocation)
 
 
@@ -181,10 +178,7 @@ def _from_document(document: dict[str, Any]) -> Plan:
     return Plan(
         mesh=Mesh(**{axis: axes.pop(axis) for axis in AXES}),
         ranks=ranks,
-        groups={
-            kind: tuple(tuple(group) for group in groups)
-            for kind, groups in document.pop("groups", {}).items()
-        },
+        groups={kind: tuple(tuple(group) for group in groups) for kind, groups in document.pop("groups", {}).items()},
         version=document.pop("version"),
         further_axes=axes,
         further=document,

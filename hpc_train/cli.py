@@ -1,0 +1,151 @@
+"""The `hpc-train` command: parse, call, print. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from hpc_train import __version__
+from hpc_train.errors import ExitCode, HpcTrainError
+from hpc_train.launch.arguments import add_launch_parsers
+
+EXAMPLES = """\
+examples:
+  hpc-train data build src/ --suffix .py --tokenizer byte --out data/code --heldout 0.02
+  hpc-train run config.yaml -n 2                            on this machine, by mpirun
+  hpc-train submit config.yaml -N 4 --ntasks-per-node=8 -p gpu -t 4:00:00
+  hpc-train status
+  hpc-train logs 123 -f --rank 5
+  hpc-train exec -n 4 -- python my_script.py                any program, with torchrun's variables
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (the table is in errors.py)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    ours, verbatim = split_at_dashes(arguments)
+    options, rest = parser.parse_known_args(ours)
+    # argparse gives up on a list of positional arguments at the first option; overrides may follow options.
+    if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
+        options.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.verbatim = verbatim
+    if verbatim is not None and options.command not in ("submit", "exec"):
+        parser.error(f"nothing may follow `--` after {options.command}")
+    try:
+        return int(_COMMANDS[options.command](options))
+    except HpcTrainError as error:
+        print(f"hpc-train: error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("hpc-train: interrupted", file=sys.stderr)
+        return int(ExitCode.INTERNAL)
+    except BrokenPipeError:
+        # Whoever read our output has enough, as in `hpc-train logs | head`.
+        sys.stderr.close()
+        return int(ExitCode.INTERNAL)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpc-train",
+        description="Train large language models on a Slurm cluster, or on a laptop, by the same commands.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hpc-train {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    from hpc_train.data.arguments import add_data_parser
+
+    add_data_parser(commands)
+    add_launch_parsers(commands)
+    report = commands.add_parser(
+        "report",
+        help="loss curve and tables of a run",
+        description="Write the report of a run.",
+        allow_abbrev=False,
+    )
+    report.add_argument("run", metavar="RUN", help="run folder")
+    report.add_argument("--out", metavar="DIR", help="where to write (default: the run folder)")
+    return parser
+
+
+def split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """What stands before the first `--`, and what stands behind it; None where there is none."""
+    if "--" not in arguments:
+        return arguments, None
+    position = arguments.index("--")
+    return arguments[:position], arguments[position + 1 :]
+
+
+def _data(options: argparse.Namespace) -> int:
+    from hpc_train.data.command import run_data_command
+
+    return run_data_command(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hpc_train.launch.run_command import run_command
+
+    return run_command(options, _be_a_rank)
+
+
+def _be_a_rank(run_dir: str, config_file: str) -> int:
+    from pathlib import Path
+
+    from hpc_train.config import load_config
+    from hpc_train.train.main import run_rank
+
+    return run_rank(Path(run_dir), load_config(config_file))
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from hpc_train.launch.submit import submit_command
+
+    return submit_command(options)
+
+
+def _exec(options: argparse.Namespace) -> int:
+    from hpc_train.launch.exec import exec_command
+
+    return exec_command(options)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from hpc_train.launch.status import status_command
+
+    return status_command(options)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from hpc_train.launch.logs import logs_command
+
+    return logs_command(options)
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    from hpc_train.launch.cancel import cancel_command
+
+    return cancel_command(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from hpc_train.observe.report import report_command
+
+    return report_command(options)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "data": _data,
+    "run": _run,
+    "submit": _submit,
+    "exec": _exec,
+    "status": _status,
+    "logs": _logs,
+    "cancel": _cancel,
+    "report": _report,
+}

@@ -1,0 +1,1 @@
+"""What outlives a training step on each node: the node agent."""

@@ -1,0 +1,83 @@
+"""What is checked before anything is started or submitted: sizes, data files, an earlier run's settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config import Config, load_config
+from hpc_train.errors import ConfigError, DataError
+from hpc_train.launch.run_folder import CONFIG_FILE, OUTCOME_FILE, read_json
+from hpc_train.plan.batch import check_batch_sizes
+from hpc_train.plan.mesh import Mesh
+
+
+def check_before_start(config: Config, mesh: Mesh) -> None:
+    """Batch arithmetic and the presence of all data files.
+
+    Raises:
+        ConfigError: the batch does not divide.
+        DataError: a data file is missing or unreadable; all of them are named.
+    """
+    check_batch_sizes(config.train.global_batch_size, config.train.micro_batch_size, mesh.dp)
+    missing = []
+    for source in (*config.data.train, *config.data.heldout):
+        for ending in (".bin", ".idx"):
+            path = Path(source.prefix + ending)
+            if not path.is_file():
+                missing.append(f"{path}: no such file")
+            elif not os.access(path, os.R_OK):
+                missing.append(f"{path}: not readable")
+    if missing:
+        raise DataError(
+            "data files cannot be used (relative paths start at "
+            f"{Path.cwd()}):\n  " + "\n  ".join(missing) + "\nMake them by `hpc-train data build`"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The folder's earlier configuration beside ours. done: when it ended, if nothing is left to do."""
+
+    changes: tuple[str, ...]
+    done: str | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.done is not None
+
+
+def compare_with_earlier(run_dir: Path, config: Config) -> Comparison:
+    """Lines on what changed since the last attempt in this folder.
+
+    Raises:
+        ConfigError: the model changed, so that the folder's checkpoints would not fit.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        return Comparison((), None)
+    earlier = load_config(path).model_dump(mode="json")
+    changed = list(differing_keys(earlier, config.model_dump(mode="json")))
+    in_model = [line for line in changed if line.startswith("model.")]
+    if in_model:
+        raise ConfigError(
+            f"the run folder {run_dir} belongs to a run with another model, whose checkpoints do not fit: "
+            f"{'; '.join(in_model[:4])}. Give another folder by --run-dir, or the earlier model"
+        )
+    outcome = read_json(run_dir / OUTCOME_FILE) or {}
+    is_done = not changed and outcome.get("outcome") == "done"
+    lines = tuple(f"changed since the last attempt: {line}" for line in changed)
+    return Comparison(lines, str(outcome.get("time")) if is_done else None)
+
+
+def differing_keys(earlier: Mapping[str, Any], present: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """`train.steps: 100 -> 200` for each leaf that differs."""
+    for key in dict.fromkeys((*earlier, *present)):
+        old, new = earlier.get(key), present.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differing_keys(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}: {old!r} -> {new!r}"

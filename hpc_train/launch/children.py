@@ -1,0 +1,189 @@
+"""Child processes of a driver: started so that none outlives it, waited for, stopped in steps.
+
+A child is in a session of its own, so that Ctrl-C on a terminal reaches the driver alone, which then says how
+the ranks end. The kernel ends the child when the driver is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from hpc_train.errors import LaunchError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 5.0
+"""From TERM to the next harder way to end a child; assumed: ranks that ignore TERM for longer are stuck."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_child(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    close_fds: bool = True,
+    new_session: bool = True,
+    death_signal: int = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """Start a program that gets `death_signal` when this process ends, whatever ends it.
+
+    Call it from the main thread: the kernel's promise is bound to the thread that started the child.
+
+    Raises:
+        LaunchError: the program cannot be started.
+    """
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    try:
+        return subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            close_fds=close_fds,
+            start_new_session=new_session,
+            preexec_fn=prepare,
+        )
+    except OSError as problem:
+        raise LaunchError(f"{argv[0]} cannot be started: {problem.strerror}") from problem
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that `end_descendants` finds them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(keep: Sequence[int] = ()) -> int:
+    """Kill every process below this one but those in `keep`; returns how many there were."""
+    ended: set[int] = set()
+    for _ in range(50):
+        found = [pid for pid in descendants(os.getpid()) if pid not in keep]
+        if not found:
+            break
+        for pid in found:
+            ended.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return len(ended)
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`; those that wait to be reaped are left out."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = (
+                    Path(f"/proc/{entry}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                )
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found: list[int] = []
+    frontier = [root]
+    while frontier:
+        frontier = [child for pid in frontier for child in children.get(pid, [])]
+        found += frontier
+    return found
+
+
+class Stopper:
+    """Ends one child in steps, and remembers which signal asked for it.
+
+    `steps` are called one after another, GRACE_S apart, until the child has ended.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], steps: Sequence[Callable[[], None]]) -> None:
+        self._child = child
+        self._steps = steps
+        self._asked = threading.Event()
+        self.signal_received: int | None = None
+        self.reason: str | None = None
+        threading.Thread(target=self._run, name="stopper", daemon=True).start()
+
+    def stop(self, reason: str) -> None:
+        """Begin to end the child; returns at once."""
+        self.reason = self.reason or reason
+        self._asked.set()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        self.signal_received = self.signal_received or number
+        self.stop(f"the driver got {signal.Signals(number).name}")
+
+    def _run(self) -> None:
+        self._asked.wait()
+        for step in self._steps:
+            if self._child.poll() is not None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                step()
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline and self._child.poll() is None:
+                time.sleep(0.05)
+
+
+def stop_steps(child: subprocess.Popen[bytes], *, is_srun: bool) -> list[Callable[[], None]]:
+    """How a launcher is ended: TERM, which it passes to its ranks; then what it offers; then KILL."""
+
+    def term() -> None:
+        child.send_signal(signal.SIGTERM)
+
+    def interrupt_twice() -> None:
+        # cited: srun(1): two SIGINT within a second make srun end all tasks, by KILL in the end.
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+
+    def kill_group() -> None:
+        os.killpg(child.pid, signal.SIGKILL)
+
+    return [term, interrupt_twice, kill_group] if is_srun else [term, kill_group]
+
+
+@contextlib.contextmanager
+def terminations_raise() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end this process as Ctrl-C does, so that clean-up runs."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"got {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While inside, SIGINT, SIGTERM and SIGHUP call `handler`."""
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

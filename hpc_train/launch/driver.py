@@ -1,0 +1,219 @@
+"""The driver of a training run: one process in the batch script, the salloc shell or on a laptop.
+
+1. allocation: what Slurm granted, or this machine
+2. plan: who is which rank; and a look at all that can be wrong
+3. claim the run folder, and write the plan into it
+4. ranks by one srun or mpirun, and an agent on each node beside them
+5. wait, or stop them when told to
+6. outcome: written whole, and its exit code is the driver's
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train import log
+from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
+from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
+from hpc_train.cluster.binding import read_machine
+from hpc_train.cluster.environment import fill_unset, training_defaults
+from hpc_train.cluster.process import own_process
+from hpc_train.cluster.situation import Found, Situation
+from hpc_train.cluster.slurm import JobFacts, read_job
+from hpc_train.config import Config, dump_yaml
+from hpc_train.errors import ConfigError, ExitCode, HpcTrainError
+from hpc_train.launch import record, run_folder
+from hpc_train.launch.checks import check_before_start, compare_with_earlier
+from hpc_train.launch.children import terminations_raise
+from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
+from hpc_train.launch.site import Site, choose_launcher
+from hpc_train.plan.run import Plan, plan_run
+
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for. run_dir None: a new folder; ranks None: what the job or the mesh says."""
+
+    config: Config
+    run_dir: Path | None = None
+    ranks: int | None = None
+    ranks_per_node: int | None = None
+    mpi: str | None = None
+
+
+def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
+    """Carry out a run, phase by phase, and return its exit code.
+
+    Raises:
+        HpcTrainError: it cannot be started.
+    """
+    job = find_job(env, found)
+    host = socket.gethostname()
+    asked = asked_run_dir(request, env)
+    if asked is None or not asked.exists():
+        # What is wrong already must not leave a folder; in one that is there it is recorded below.
+        make_plan(request, job, host)
+    run_dir = asked or default_run_dir(request.config, found, job)
+    owner = run_folder.this_process(host, job.requeue_id if job else None, job.restart_count if job else 0)
+    claim = run_folder.claim(run_dir, owner, job_is_live)
+    with terminations_raise():
+        try:
+            return _drive_claimed(request, env, found, job, claim)
+        finally:
+            claim.release()
+
+
+def _drive_claimed(
+    request: RunRequest, env: Mapping[str, str], found: Found, job: JobFacts | None, claim: run_folder.Claim
+) -> int:
+    run_dir, config, job_id = claim.run_dir, request.config, claim.owner.job_id
+    notes = compare_with_earlier(run_dir, config)
+    if notes.is_done:
+        log.say(f"hpc-train: {run_dir} is done already ({notes.done}); nothing to do. Raise train.steps to go on")
+        return int(ExitCode.DONE)
+    attempt = claim.begin_attempt()
+    job_log = record.JobLog(run_dir)
+    log.say(record.banner(attempt, job_id))
+    job_log.say(f"attempt {attempt} in {run_dir}")
+    job_log.say(found.reason)
+    if claim.taken_over is not None:
+        job_log.say(f"the folder is taken over from a run that is gone: {claim.taken_over.describe()}")
+    for line in notes.changes:
+        job_log.say(line)
+    try:
+        start = _plan_and_prepare(request, env, found, job, claim, attempt, job_log)
+        end = run_ranks(start, job_log.say)
+        outcome = record.decide_outcome(run_dir, end)
+    except BaseException as error:
+        code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
+        failed = record.Outcome("failed", code, f"before the ranks started: {error or type(error).__name__}", None)
+        record.write_outcome(run_dir, failed, attempt=attempt, job_id=job_id)
+        raise
+    record.write_outcome(run_dir, outcome, attempt=attempt, job_id=job_id)
+    if outcome.failure is not None:
+        log.say(f"hpc-train: error: {record.failure_text(outcome.failure)}", sys.stderr)
+    job_log.say(f"{outcome.outcome}, exit code {outcome.exit_code}: {outcome.reason}")
+    return outcome.exit_code
+
+
+def _plan_and_prepare(
+    request: RunRequest,
+    env: Mapping[str, str],
+    found: Found,
+    job: JobFacts | None,
+    claim: run_folder.Claim,
+    attempt: int,
+    job_log: record.JobLog,
+) -> RanksToStart:
+    """Allocation, plan and environment; everything that ranks read is in the folder afterwards."""
+    run_dir, config = claim.run_dir, request.config
+    allocation, plan = make_plan(request, job, claim.owner.host)
+    site = choose_launcher(env, found, job, allocation, mpi=request.mpi or config.launch.mpi)
+    rank_env, lines = rank_environment(env, config, site, claim, attempt)
+    job_log.say(describe_allocation(allocation))
+    job_log.say(f"plan {plan.hash[:12]}: {plan.world_size} ranks, {plan.mesh.describe()}")
+    job_log.say(site.reason)
+    job_log.say(f"variables for the ranks: {'; '.join(lines)}")
+    for warning in allocation.warnings:
+        job_log.say(f"warning: {warning}")
+    write_plan(run_dir, plan)
+    run_folder.write_atomically(run_dir / run_folder.CONFIG_FILE, dump_yaml(config))
+    run_folder.write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
+    text = record.banner(attempt, claim.owner.job_id)
+    record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
+    command = (sys.executable, "-m", "hpc_train", "run", str(run_dir / run_folder.CONFIG_FILE))
+    return RanksToStart(run_dir, allocation, command, rank_env, site.launcher)
+
+
+def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
+    return None if found.situation is Situation.LAPTOP else read_job(env, own_process())
+
+
+def asked_run_dir(request: RunRequest, env: Mapping[str, str]) -> Path | None:
+    """The folder of --run-dir, or that of the job's script."""
+    asked = request.run_dir or (Path(env[RUN_DIR_VARIABLE]) if env.get(RUN_DIR_VARIABLE) else None)
+    return None if asked is None else asked.absolute()
+
+
+def default_run_dir(config: Config, found: Found, job: JobFacts | None) -> Path:
+    """A folder named by the job, or a new one named by job or time."""
+    parent = Path(config.launch.runs_dir).absolute() / config.name
+    if job is not None and found.situation is Situation.BATCH_SHELL:
+        # A requeued job comes back to the same name.
+        return parent / job.requeue_id
+    return run_folder.new_folder(parent, job.requeue_id if job is not None else run_folder.time_name())
+
+
+def make_plan(request: RunRequest, job: JobFacts | None, host: str) -> tuple[Allocation, Plan]:
+    """Who is which rank on what is there, with the batch and the data files checked."""
+    allocation = find_allocation(request, job, host)
+    plan = plan_run(request.config, allocation)
+    check_before_start(request.config, plan.mesh)
+    return allocation, plan
+
+
+def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> Allocation:
+    """The nodes and how many ranks each gets.
+
+    Raises:
+        ConfigError: on a machine without Slurm, when nothing says how many ranks.
+        LaunchError: Slurm's numbers disagree, or say nothing.
+    """
+    if job is not None:
+        return allocation_from_job(job, request.ranks, request.ranks_per_node)
+    ranks = request.ranks or request.ranks_per_node
+    parallel = request.config.parallel
+    if ranks is None and parallel.dp is not None:
+        ranks = parallel.pp * parallel.dp * parallel.cp * parallel.tp
+    if ranks is None:
+        raise ConfigError(
+            "the number of ranks is not given. Use -n RANKS (this machine lets "
+            f"{len(os.sched_getaffinity(0))} CPUs be "
+            "used), or set parallel.dp"
+        )
+    return allocation_local(ranks, host, len(read_machine().gpus))
+
+
+def rank_environment(
+    env: Mapping[str, str], config: Config, site: Site, claim: run_folder.Claim, attempt: int
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The ranks' environment: ours, with what they need where it is unset; and a line for each such variable."""
+    threads = config.launch.num_threads or site.cpus_per_rank
+    defaults = {
+        **training_defaults(None, num_threads=threads, trace_dir=None),
+        **site.defaults,
+        **config.launch.env,
+    }
+    filled, lines = fill_unset(env, defaults)
+    return {**filled, **run_variables(claim, attempt)}, lines
+
+
+def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:
+    """How ranks and agents find the run that they belong to."""
+    owner = claim.owner
+    return {
+        RUN_DIR_VARIABLE: str(claim.run_dir),
+        ATTEMPT_VARIABLE: str(attempt),
+        JOB_KEY_VARIABLE: make_job_key(owner.job_id, owner.job_restarts, owner.pid),
+    }
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    run_folder.write_atomically(run_dir / run_folder.PLAN_FILE, plan.to_json())
+    run_folder.write_atomically(run_dir / run_folder.RANKS_FILE, plan.ranks_tsv(slurm_order=True))
+
+
+def describe_allocation(allocation: Allocation) -> str:
+    nodes, tasks = allocation.nodes, allocation.tasks_per_node
+    shown = ", ".join(f"{node} {count}" for node, count in list(zip(nodes, tasks, strict=True))[:8])
+    more = f" and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
+    return f"{allocation.num_tasks} ranks: {shown}{more} (from {allocation.source})"

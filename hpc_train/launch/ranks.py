@@ -1,0 +1,192 @@
+"""Starting the ranks of one attempt, with their agents, and seeing them to their end.
+
+The same for a training run and for `exec`: srun inside a Slurm job, mpirun on one machine. Ranks write into
+one log file a node; what of it is worth the driver's own output is copied there as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.errors import LaunchError
+from hpc_train.launch import children, steps
+from hpc_train.launch.follow import FileFollower, PipeCopier, rank_of_line, write_all
+from hpc_train.launch.run_folder import write_atomically
+
+HOST_FILE = "hosts.txt"
+_MOST_FOLLOWED_NODES = 64
+"""Above this only rank 0's node is followed, even where all output is wanted (assumed: 1 ms a look and file)."""
+
+
+@dataclass(frozen=True)
+class SrunLauncher:
+    """How srun is called. wait_s: how long others may go on after a rank ended well; 0: without limit."""
+
+    cpus_per_task: int
+    mpi: str
+    overlap: bool
+    wait_s: int
+
+
+@dataclass(frozen=True)
+class MpirunLauncher:
+    """How mpirun is called: its path and the options that this machine needs."""
+
+    path: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RanksToStart:
+    """One attempt. `env` is the ranks' whole environment.
+
+    show_all: copy every rank's lines to the driver's output, not rank 0's alone.
+    """
+
+    run_dir: Path
+    allocation: Allocation
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    launcher: SrunLauncher | MpirunLauncher
+    show_all: bool = False
+
+
+@dataclass(frozen=True)
+class RanksEnd:
+    """How the launcher ended: its exit code (negative: the signal that ended it), and why we stopped it."""
+
+    code: int
+    stopped: str | None
+
+
+def run_ranks(
+    start: RanksToStart, say: Callable[[str], None], watch: Callable[[], str | None] = lambda: None
+) -> RanksEnd:
+    """Start ranks and agents, wait for the ranks, end the agents, and leave no process behind.
+
+    Args:
+        say: Gets a line for each thing worth the driver's log.
+        watch: Asked every second; a reason means that the ranks must be stopped.
+    """
+    children.adopt_orphans()
+    argv = _launcher_argv(start)
+    say(f"starting ranks: {' '.join(argv)}")
+    is_srun = isinstance(start.launcher, SrunLauncher)
+    followers = _follow_logs(start) if is_srun else []
+    output = None if is_srun else subprocess.PIPE
+    child = children.start_child(argv, start.env, stdout=output, stderr=None if is_srun else subprocess.STDOUT)
+    stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun))
+    with children.signals_go_to(stopper.handle):
+        agents = _start_agents(start, say)
+        copier = _copy_output(start, child)
+        _watch_in_background(child, stopper, watch)
+        code = child.wait()
+        _end_agents(agents)
+        if copier is not None:
+            copier.join(timeout=5.0)
+        for follower in followers:
+            follower.finish()
+        left = children.end_descendants()
+    if left:
+        say(f"ended {left} processes that the ranks had left behind")
+    return RanksEnd(code, stopper.reason)
+
+
+def node_log(run_dir: Path, node: str) -> Path:
+    """Where the ranks of a node write."""
+    return run_dir / "logs" / f"{node}.log"
+
+
+def _launcher_argv(start: RanksToStart) -> list[str]:
+    launcher = start.launcher
+    if isinstance(launcher, MpirunLauncher):
+        return steps.mpirun_argv(
+            launcher.path, start.allocation.num_tasks, options=launcher.options, command=start.command
+        )
+    host_file = None
+    if steps.is_uneven(start.allocation):
+        host_file = str(start.run_dir / HOST_FILE)
+        write_atomically(Path(host_file), steps.host_file_text(start.allocation))
+    values = steps.StepValues(
+        allocation=start.allocation,
+        cpus_per_task=launcher.cpus_per_task,
+        mpi=launcher.mpi,
+        output=f"{str(start.run_dir).replace('%', '%%')}/logs/%N.log",
+        overlap=launcher.overlap,
+        host_file=host_file,
+        wait_s=launcher.wait_s,
+    )
+    return steps.ranks_argv(values, start.command)
+
+
+def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
+    """Agents come after the ranks, which never wait for them; without one a run is poorer, not broken."""
+    command = [sys.executable, "-m", "hpc_train.health.agent", "--run-dir", str(start.run_dir)]
+    command += ["--job-key", start.env[JOB_KEY_VARIABLE]]
+    nodes = start.allocation.nodes
+    if isinstance(start.launcher, MpirunLauncher):
+        argv = [*command, "--node", nodes[0]]
+    else:
+        argv = steps.agents_argv(nodes, command)
+    try:
+        return children.start_child(argv, start.env)
+    except LaunchError as problem:
+        say(f"warning: no node agents: {problem}")
+        return None
+
+
+def _end_agents(agents: subprocess.Popen[bytes] | None) -> None:
+    if agents is None:
+        return
+    agents.terminate()
+    try:
+        agents.wait(timeout=3.0)
+    except subprocess.TimeoutExpired:
+        agents.kill()
+        agents.wait()
+
+
+def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes]) -> PipeCopier | None:
+    """Copy mpirun's output to ours and to the node's log."""
+    if child.stdout is None:
+        return None
+    path = node_log(start.run_dir, start.allocation.nodes[0])
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return PipeCopier(child.stdout, [1, descriptor])
+
+
+def _follow_logs(start: RanksToStart) -> list[FileFollower]:
+    """Copy new lines of the nodes' logs to our output, which in a batch job is the job's log."""
+    nodes = start.allocation.nodes
+    shown = nodes if start.show_all and len(nodes) <= _MOST_FOLLOWED_NODES else nodes[:1]
+
+    def show(line: bytes) -> None:
+        if start.show_all or rank_of_line(line) in (None, 0):
+            with contextlib.suppress(OSError):
+                write_all(1, line)
+
+    return [FileFollower(node_log(start.run_dir, node), show, from_end=True) for node in shown]
+
+
+def _watch_in_background(
+    child: subprocess.Popen[bytes], stopper: children.Stopper, watch: Callable[[], str | None]
+) -> None:
+    def look() -> None:
+        while child.poll() is None:
+            reason = watch()
+            if reason is not None:
+                stopper.stop(reason)
+                return
+            time.sleep(1.0)
+
+    threading.Thread(target=look, name="watch", daemon=True).start()

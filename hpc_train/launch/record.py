@@ -1,0 +1,130 @@
+"""What a start leaves in the run folder: log lines, the environment that mattered, the outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train import log
+from hpc_train.errors import ExitCode
+from hpc_train.launch.ranks import RanksEnd
+from hpc_train.launch.run_folder import OUTCOME_FILE, read_json, write_atomically
+
+JOB_LOG = "job.log"
+
+_RECORDED = re.compile(
+    r"(SLURM|SLURMD|HPC_TRAIN|NCCL|GLOO|UCX|FI|OMPI|PMIX|PRTE|PMI|MPICH|MPI4PY|TORCH|TORCH_NCCL|CUDA|OMP|MKL|"
+    r"PYTHON|CONDA|MODULE|LMOD)[A-Z0-9_]*|LOADEDMODULES|_LMFILES_|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|HOSTNAME|"
+    r"TMPDIR|SCRATCH"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH|COOKIE", re.IGNORECASE)
+
+
+class JobLog:
+    """The driver's own lines: on its output and in logs/job.log, once where both are the same file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / "logs" / JOB_LOG
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        ours, theirs = os.fstat(self._descriptor), os.fstat(1)
+        self._is_output = (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+    def say(self, text: str) -> None:
+        log.say(f"hpc-train: {text}")
+        if not self._is_output:
+            os.write(self._descriptor, f"{log.timestamp()} driver | {text}\n".encode(errors="replace"))
+
+
+def banner(attempt: int, job_id: str | None) -> str:
+    job = f"job {job_id}" if job_id else "on this machine"
+    return f"==== attempt {attempt}, {job}, {log.timestamp()} ===="
+
+
+def write_banner(paths: list[Path], text: str) -> None:
+    """Part the attempts in log files that are there already."""
+    for path in paths:
+        if path.exists():
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+def environment_text(env: Mapping[str, str]) -> str:
+    """The variables that may matter for a run, without any that look like secrets."""
+    chosen = {name: value for name, value in env.items() if _RECORDED.fullmatch(name) and not _SECRET.search(name)}
+    return "".join(f"{name}={json.dumps(chosen[name])}\n" for name in sorted(chosen))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. outcome: done, failed, stopped, or what a rank wrote."""
+
+    outcome: str
+    exit_code: int
+    reason: str
+    failure: dict[str, Any] | None
+
+
+def decide_outcome(run_dir: Path, end: RanksEnd) -> Outcome:
+    """From the first failure's record, else from what a rank wrote, else from how the launcher ended."""
+    failure = log.read_failure(run_dir)
+    if failure is not None and end.code != 0:
+        code = failure.get("exit_code")
+        exit_code = code if isinstance(code, int) and 0 < code < 128 else int(ExitCode.INTERNAL)
+        where = f"rank {failure.get('rank')} on {failure.get('host')}"
+        return Outcome("failed", exit_code, f"{where}: {failure.get('message')}", failure)
+    if end.stopped is not None:
+        return Outcome("stopped", int(ExitCode.INTERNAL), end.stopped, None)
+    if end.code == 0:
+        written = read_json(run_dir / OUTCOME_FILE) or {}
+        code = written.get("exit_code", 0)
+        return Outcome(
+            str(written.get("outcome", "done")),
+            int(code),
+            str(written.get("reason", "all ranks ended well")),
+            None,
+        )
+    return Outcome("failed", _own_code(end.code), _explain_code(end.code), None)
+
+
+def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str | None) -> None:
+    record = {
+        "outcome": outcome.outcome,
+        "exit_code": outcome.exit_code,
+        "reason": outcome.reason,
+        "attempt": attempt,
+        "job_id": job_id,
+        "time": log.timestamp(),
+    }
+    write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def failure_text(failure: Mapping[str, Any]) -> str:
+    """The first failure in words, with its traceback where it is not the user's to mend."""
+    head = (
+        f"first failure: rank {failure.get('rank')} on {failure.get('host')} at {failure.get('time')}, "
+        "exit code "
+        f"{failure.get('exit_code')}: {failure.get('message')}"
+    )
+    if failure.get("exit_code") == int(ExitCode.INTERNAL) and failure.get("traceback"):
+        return f"{head}\n{str(failure['traceback']).rstrip()}"
+    return head
+
+
+def _own_code(code: int) -> int:
+    """Codes of our table are passed on; signals and whatever else become 1."""
+    return code if code in set(ExitCode) else int(ExitCode.INTERNAL)
+
+
+def _explain_code(code: int) -> str:
+    if code == 253:
+        # cited: srun(1), exit code 253 is reserved for out of memory.
+        return "srun says that a rank was killed because the node ran out of memory (code 253)"
+    number = -code if code < 0 else code - 128
+    if 0 < number < 65:
+        return f"a rank or the launcher was ended by signal {number}, and no rank recorded an error"
+    return f"the launcher ended with code {code}, and no rank recorded an error; see the logs folder"

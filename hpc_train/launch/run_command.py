@@ -1,0 +1,63 @@
+"""`hpc-train run`: find the situation, then drive, be one rank, or refuse."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.process import own_process
+from hpc_train.cluster.situation import Found, Situation, find_situation
+from hpc_train.errors import LaunchError
+
+BeARank = Callable[[str, str], int]
+"""Given the run folder and the configuration's file, be one rank and return its exit code."""
+
+
+def run_command(options: Namespace, be_a_rank: BeARank) -> int:
+    """Carry out `run`."""
+    if options.print_config:
+        from hpc_train.config import dump_yaml, load_config
+
+        print(dump_yaml(load_config(options.config, options.overrides)), end="")
+        return 0
+    env = process_env()
+    found = find_situation(env, own_process())
+    if found.situation in (Situation.STEP_TASK, Situation.MPI_TASK):
+        return be_a_rank(rank_folder(options, env, found), options.config)
+    if found.situation is Situation.ELASTIC:
+        raise LaunchError(
+            f"hpc-train run does not start under torchrun ({found.reason}). Start `hpc-train run` by "
+            "itself, which "
+            'starts the ranks; or keep torchrun and your own script, and call hpc_train.bootstrap(source="env") in it'
+        )
+    return _drive(options, env, found)
+
+
+def rank_folder(options: Namespace, env: Mapping[str, str], found: Found) -> str:
+    """The run folder that the driver told this rank, or a refusal where no driver started it."""
+    from hpc_train.launch.driver import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+
+    if env.get(ATTEMPT_VARIABLE) and env.get(RUN_DIR_VARIABLE) and not options.overrides:
+        return env[RUN_DIR_VARIABLE]
+    raise LaunchError(
+        f"{found.reason}, but no `hpc-train run` started it, so there is no plan of who is which rank. Write "
+        f"`hpc-train run {options.config}` into the batch script or type it in the salloc shell, without "
+        "srun or "
+        "mpirun before it: it makes the plan and starts the ranks itself"
+    )
+
+
+def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:
+    from hpc_train.config import load_config
+    from hpc_train.launch.driver import RunRequest, drive
+
+    request = RunRequest(
+        config=load_config(options.config, options.overrides),
+        run_dir=Path(options.run_dir) if options.run_dir else None,
+        ranks=options.ranks,
+        ranks_per_node=options.ranks_per_node,
+        mpi=options.mpi,
+    )
+    return drive(request, env, found)

@@ -1,0 +1,241 @@
+"""The folder of a run: made once, owned by one live run at a time, kept over restarts.
+
+Whoever starts ranks claims the folder first. `owner.json` says who that is; it is linked into place, so of
+two drivers one loses, and a claim whose process or job is gone is taken over. `attempts.jsonl` gets a line
+a start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import ConfigError
+from hpc_train.log import FAILURE_FILE, timestamp
+
+OWNER_FILE = "owner.json"
+OUTCOME_FILE = "outcome.json"
+ATTEMPTS_FILE = "attempts.jsonl"
+CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.json"
+RANKS_FILE = "ranks.tsv"
+SUBMIT_FILE = "submit.sh"
+REQUEST_FILE = "plan.request.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A driver: its process and, under Slurm, its job (`123`, `120_3` of an array) and the job's restarts."""
+
+    host: str
+    pid: int
+    start_ticks: int
+    job_id: str | None
+    job_restarts: int
+    started: str
+
+    def describe(self) -> str:
+        job = f"Slurm job {self.job_id}, " if self.job_id else ""
+        return f"{job}process {self.pid} on {self.host}, since {self.started}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The folder is ours. `taken_over` is the owner that was found gone, if there was one."""
+
+    run_dir: Path
+    owner: Owner
+    taken_over: Owner | None
+
+    def begin_attempt(self) -> int:
+        """Count one more start, 1 for the first; the previous one's records get its number into their names."""
+        attempt = len(read_attempts(self.run_dir)) + 1
+        for name in (FAILURE_FILE, OUTCOME_FILE):
+            if (self.run_dir / name).exists():
+                os.replace(self.run_dir / name, self.run_dir / f"{Path(name).stem}-{attempt - 1}.json")
+        with (self.run_dir / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"attempt": attempt, **asdict(self.owner)}) + "\n")
+        return attempt
+
+    def release(self) -> None:
+        """Give the folder free; anybody else's claim is left alone."""
+        if read_owner(self.run_dir) == self.owner:
+            (self.run_dir / OWNER_FILE).unlink(missing_ok=True)
+
+
+def this_process(host: str, job_id: str | None = None, job_restarts: int = 0) -> Owner:
+    """The calling process as an owner."""
+    return Owner(host, os.getpid(), start_ticks(os.getpid()) or 0, job_id, job_restarts, timestamp())
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process of this machine began, in clock ticks since boot; None if there is none with this id.
+
+    With the process id it names one process: ids are used again, also after a reboot.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_live(owner: Owner, host: str, job_is_live: Callable[[str], bool | None]) -> bool | None:
+    """Whether an owner still runs; None if that cannot be known from here.
+
+    Args:
+        host: The node that asks.
+        job_is_live: Answers for a Slurm job; None where Slurm cannot be asked.
+    """
+    if owner.host == host:
+        return start_ticks(owner.pid) == owner.start_ticks
+    return job_is_live(owner.job_id) if owner.job_id else None
+
+
+def read_owner(run_dir: Path) -> Owner | None:
+    """Who claims the folder, or None."""
+    record = read_json(run_dir / OWNER_FILE)
+    try:
+        return Owner(**record) if record else None
+    except TypeError:
+        return None
+
+
+def claim(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Claim:
+    """Make the folder if it is not there and become its owner, or refuse because another live run owns it.
+
+    Raises:
+        ConfigError: owned by a live run, or by one that cannot be checked from here; names it and the cure.
+    """
+    make_folder(run_dir)
+    return Claim(run_dir, owner, _link_owner(run_dir, owner, job_is_live))
+
+
+def make_folder(run_dir: Path) -> None:
+    """The folder with its logs folder; both may be there already."""
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"the run folder {run_dir} cannot be made: {problem.strerror}") from problem
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigError(f"the run folder {run_dir} is not writable; give another one by --run-dir")
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make `parent/name`, or `parent/name-2` and so on where that is taken, and return it."""
+    for number in range(1, 1000):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as problem:
+            raise ConfigError(f"the run folder {folder} cannot be made: {problem.strerror}") from problem
+        (folder / "logs").mkdir()
+        return folder
+    raise ConfigError(f"{parent} has a thousand folders named {name}; remove some")
+
+
+def time_name() -> str:
+    """The name of a run that has no job id: 2026-11-29_22-10-03."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old content or the new, whole."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """One record for each start of this run, oldest first."""
+    try:
+        lines = (run_dir / ATTEMPTS_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _link_owner(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
+    path = run_dir / OWNER_FILE
+    descriptor, name = tempfile.mkstemp(prefix=f".{OWNER_FILE}.", dir=run_dir)
+    temporary = Path(name)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(owner), file)
+    previous = None
+    try:
+        for _ in range(10):
+            try:
+                os.link(temporary, path)
+                return previous
+            except FileExistsError:
+                previous = _set_aside(run_dir, owner, job_is_live)
+    finally:
+        temporary.unlink(missing_ok=True)
+    raise ConfigError(f"the run folder {run_dir} is being claimed by several runs at once; start one of them")
+
+
+def _set_aside(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
+    """Remove the claim of a run that is gone, or refuse; returns whose claim it was."""
+    previous = read_owner(run_dir)
+    if previous is None:
+        # Gone since, or a file that no driver wrote: links put whole files there.
+        (run_dir / OWNER_FILE).unlink(missing_ok=True)
+        return None
+    # A job that was requeued, perhaps to another node, owns what it owned before.
+    same_job = owner.job_id is not None and previous.job_id == owner.job_id
+    requeued = same_job and previous.job_restarts < owner.job_restarts
+    live = False if requeued else is_live(previous, owner.host, job_is_live)
+    if live is None:
+        raise ConfigError(
+            f"the run folder {run_dir} is claimed by {previous.describe()}, and whether that still runs "
+            "cannot "
+            f"be seen from {owner.host}. If it does not, remove {run_dir / OWNER_FILE}"
+        )
+    if live:
+        raise ConfigError(
+            f"the run folder {run_dir} belongs to a run that is alive: {previous.describe()}. Wait for it, "
+            f"stop it by `hpc-train cancel {run_dir}`, or give another folder by --run-dir"
+        )
+    aside = run_dir / f".{OWNER_FILE}.stale.{owner.host}.{owner.pid}"
+    try:
+        os.rename(run_dir / OWNER_FILE, aside)
+    except FileNotFoundError:
+        return previous
+    found = read_json(aside)
+    if found != asdict(previous):
+        # Another driver was quicker and its fresh claim was moved: put it back and lose against it.
+        os.link(aside, run_dir / OWNER_FILE)
+    aside.unlink(missing_ok=True)
+    return previous
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,145 @@
+"""The sbatch flags that `submit` takes by name: one table, with what each expects.
+
+There are no abbreviations, which sbatch would guess. Whatever is not here goes behind `--` to sbatch as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SlurmFlag:
+    """One flag. `metavar` None: it takes no value. `optional`: the value may be left out."""
+
+    long: str
+    short: str | None
+    metavar: str | None
+    help: str
+    optional: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.long.replace("-", "_")
+
+
+FLAGS = (
+    SlurmFlag("nodes", "-N", "NODES", "number of nodes"),
+    SlurmFlag("ntasks", "-n", "RANKS", "number of ranks in all"),
+    SlurmFlag("ntasks-per-node", None, "RANKS", "ranks on each node"),
+    SlurmFlag("cpus-per-task", "-c", "CPUS", "CPUs of each rank"),
+    SlurmFlag("gpus", "-G", "GPUS", "GPUs in all"),
+    SlurmFlag("gpus-per-node", None, "GPUS", "GPUs on each node; one rank a GPU where no number of ranks is given"),
+    SlurmFlag("gres", None, "LIST", "generic resources on each node"),
+    SlurmFlag("mem", None, "SIZE", "memory on each node"),
+    SlurmFlag("mem-per-cpu", None, "SIZE", "memory for each CPU"),
+    SlurmFlag("time", "-t", "LIMIT", "time limit"),
+    SlurmFlag("partition", "-p", "NAME", "partition"),
+    SlurmFlag("account", "-A", "NAME", "account"),
+    SlurmFlag("qos", "-q", "NAME", "quality of service"),
+    SlurmFlag("job-name", "-J", "NAME", "job name (default: the configuration's name)"),
+    SlurmFlag("constraint", "-C", "LIST", "features that nodes must have"),
+    SlurmFlag("nodelist", "-w", "NODES", "nodes that must be among those granted"),
+    SlurmFlag("exclude", "-x", "NODES", "nodes that must not be used"),
+    SlurmFlag("reservation", None, "NAME", "reservation"),
+    SlurmFlag("dependency", "-d", "LIST", "jobs to wait for"),
+    SlurmFlag("begin", "-b", "TIME", "earliest start"),
+    SlurmFlag("array", "-a", "INDEXES", "an array of runs, each with its own run folder"),
+    SlurmFlag("exclusive", None, "WHAT", "whole nodes", optional=True),
+    SlurmFlag("signal", None, "SIGNAL", "a signal before the end of the time limit"),
+    SlurmFlag("switches", None, "COUNT", "leaf switches at most"),
+    SlurmFlag("segment", None, "NODES", "nodes that must lie together"),
+    SlurmFlag("network", None, "TYPE", "network to use"),
+    SlurmFlag("licenses", "-L", "LIST", "licences"),
+    SlurmFlag("comment", None, "TEXT", "a comment kept by Slurm"),
+    SlurmFlag("mail-type", None, "EVENTS", "when to send mail"),
+    SlurmFlag("mail-user", None, "ADDRESS", "where to send mail"),
+    SlurmFlag("requeue", None, None, "allow Slurm to put the job back into the queue"),
+    SlurmFlag("no-requeue", None, None, "never put the job back into the queue"),
+)
+
+
+def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a parser every flag of the table, under the heading of Slurm."""
+    group = parser.add_argument_group("Slurm flags (others follow behind `--`, as sbatch knows them)")
+    for flag in FLAGS:
+        names = [flag.short, f"--{flag.long}"] if flag.short else [f"--{flag.long}"]
+        if flag.metavar is None:
+            group.add_argument(*names, dest=f"slurm_{flag.key}", action="store_const", const="", help=flag.help)
+        elif flag.optional:
+            group.add_argument(
+                *names, dest=f"slurm_{flag.key}", metavar=flag.metavar, nargs="?", const="", help=flag.help
+            )
+        else:
+            group.add_argument(*names, dest=f"slurm_{flag.key}", metavar=flag.metavar, help=flag.help)
+
+
+def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
+    """The Slurm flags that were given, long name to value (empty where none), in the order of the table."""
+    values = {flag.long: getattr(arguments, f"slurm_{flag.key}", None) for flag in FLAGS}
+    return {long: value for long, value in values.items() if value is not None}
+
+
+def world_size_of(flags: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """The number of ranks that these flags ask for, and the flags with that number made plain.
+
+    Raises:
+        ConfigError: the number is not given, or given twice in ways that disagree.
+    """
+    nodes = _count(flags, "nodes")
+    ntasks = _count(flags, "ntasks")
+    per_node = _count(flags, "ntasks-per-node")
+    gpus_per_node = gpu_count(flags.get("gpus-per-node"))
+    gpus = gpu_count(flags.get("gpus"))
+    if ntasks is not None:
+        if nodes and per_node and nodes * per_node != ntasks:
+            raise ConfigError(
+                f"--ntasks={ntasks} is not --nodes={nodes} times --ntasks-per-node={per_node}, which is "
+                f"{nodes * per_node}; leave one of the three out"
+            )
+        return ntasks, dict(flags)
+    if nodes and per_node:
+        return nodes * per_node, dict(flags)
+    if nodes and gpus_per_node and per_node is None:
+        return nodes * gpus_per_node, {**flags, "ntasks-per-node": str(gpus_per_node)}
+    if gpus and per_node is None:
+        return gpus, {**flags, "ntasks": str(gpus)}
+    raise ConfigError(
+        "the number of ranks is not given. Use -n RANKS, or -N NODES with --ntasks-per-node=RANKS, or -N "
+        "NODES "
+        f"with --gpus-per-node=GPUS for one rank a GPU. Given: {describe_flags(flags) or 'no Slurm flags'}"
+    )
+
+
+def describe_flags(flags: Mapping[str, str]) -> str:
+    return " ".join(f"--{long}={value}" if value else f"--{long}" for long, value in flags.items())
+
+
+def _count(flags: Mapping[str, str], name: str) -> int | None:
+    """A whole number above 0; None where the flag is absent or, for nodes, a range such as 2-4."""
+    text = flags.get(name)
+    if text is None:
+        return None
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    if name == "nodes":
+        low, _, high = text.partition("-")
+        if low == high and low.isdigit():
+            return int(low)
+        if low.isdigit() and high.isdigit():
+            return None
+    raise ConfigError(f"--{name}={text} is not a number of {'nodes' if name == 'nodes' else 'ranks'} above 0")
+
+
+def gpu_count(text: str | None) -> int | None:
+    """4, a100:4 or a100:2,h100:2: the sum of the numbers; None where nothing was given."""
+    if text is None:
+        return None
+    counts = [entry.rpartition(":")[2] for entry in text.split(",")]
+    if not all(count.isdigit() for count in counts) or not sum(map(int, counts)):
+        raise ConfigError(f"{text!r} is not a number of GPUs; write 8, or TYPE:8")
+    return sum(map(int, counts))
