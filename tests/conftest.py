@@ -123,7 +123,7 @@ def slurm() -> Iterator[Any]:
 
 
 class _Session:
-    """What one test session keeps: times by kind, skip reasons, and which test a process was first seen in."""
+    """What one session keeps: times by kind, skip reasons, and the test after which a process was first seen."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -345,7 +345,6 @@ def run_tree(
             file.seek(0)
             texts.append(file.read())
         if late:
-            raise RankFailed(
-                f"{' '.join(command)}: killed after {timeout_s:g} s\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
-            )
+            printed = f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
+            raise RankFailed(f"{' '.join(command)}: killed after {timeout_s:g} s\n{printed}")
         return subprocess.CompletedProcess(list(command), process.returncode, *texts)

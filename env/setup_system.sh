@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Install the Debian or Ubuntu packages that the Slurm and module tests and `make cluster` need.
+# Does nothing when they are there. Without root it names the command for an administrator and succeeds:
+# the tests that need the packages are then skipped and counted.
+set -euo pipefail
+
+packages=(slurm-wlm munge iproute2 lmod procps)
+
+say() { printf 'setup_system: %s\n' "$*"; }
+
+installed() {
+    [[ $(dpkg-query --show --showformat '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
+}
+
+if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+    say "this is not Debian or Ubuntu, so nothing is installed. The Slurm tests look for slurmctld, slurmd," \
+        "munged and ip, the module tests for Lmod, and are skipped where these are missing."
+    exit 0
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+    installed "$package" || missing+=("$package")
+done
+if ((${#missing[@]} == 0)); then
+    say "present: ${packages[*]}"
+    exit 0
+fi
+if ((EUID != 0)); then
+    say "missing: ${missing[*]}. An administrator installs them with"
+    say "    apt-get install --no-install-recommends ${missing[*]}"
+    say "going on without: the tests that need them are skipped, which the summary at the end shows"
+    exit 0
+fi
+
+say "installing ${missing[*]} (apt-get, without recommended packages)"
+export DEBIAN_FRONTEND=noninteractive
+quiet=(-qq -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300)
+# Installing a daemon's package starts the daemon where an init system runs. Ours are started by the test
+# cluster with its own configuration, so those that come with the packages are kept from starting.
+policy=/usr/sbin/policy-rc.d
+if [[ ! -e $policy ]]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
+    trap 'rm -f "$policy"' EXIT
+fi
+apt-get "${quiet[@]}" update
+apt-get "${quiet[@]}" install --yes --no-install-recommends "${missing[@]}"
+say "installed: ${missing[*]}"
