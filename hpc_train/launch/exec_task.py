@@ -7,6 +7,7 @@ It never initialises MPI, so PROGRAM may: what PMI needs stays in the child's en
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -265,4 +266,8 @@ def _copy_lines(pipe: IO[bytes], descriptor: int, label: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A store thread may be in the middle of importing torch, which a regular exit would wait for.
+    os._exit(code)

@@ -28,15 +28,18 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH|COOKIE", re.IGNORE
 class JobLog:
     """The driver's own lines: on its output and in logs/job.log, once where both are the same file."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, quiet: bool = False) -> None:
+        """quiet: into the file only."""
+        self._quiet = quiet
         path = run_dir / "logs" / JOB_LOG
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         ours, theirs = os.fstat(self._descriptor), os.fstat(1)
         self._is_output = (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
     def say(self, text: str) -> None:
-        log.say(f"hpc-train: {text}")
-        if not self._is_output:
+        if not self._quiet:
+            log.say(f"hpc-train: {text}")
+        if not self._is_output or self._quiet:
             os.write(self._descriptor, f"{log.timestamp()} driver | {text}\n".encode(errors="replace"))
 
 
@@ -69,12 +72,16 @@ class Outcome:
     failure: dict[str, Any] | None
 
 
-def decide_outcome(run_dir: Path, end: RanksEnd) -> Outcome:
-    """From the first failure's record, else from what a rank wrote, else from how the launcher ended."""
+def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> Outcome:
+    """From the first failure's record, else from what a rank wrote, else from how the launcher ended.
+
+    any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
+    """
     failure = log.read_failure(run_dir)
     if failure is not None and end.code != 0:
         code = failure.get("exit_code")
-        exit_code = code if isinstance(code, int) and 0 < code < 128 else int(ExitCode.INTERNAL)
+        is_fit = isinstance(code, int) and 0 < code < (256 if any_code else 128)
+        exit_code = code if isinstance(code, int) and is_fit else int(ExitCode.INTERNAL)
         where = f"rank {failure.get('rank')} on {failure.get('host')}"
         return Outcome("failed", exit_code, f"{where}: {failure.get('message')}", failure)
     if end.stopped is not None:
