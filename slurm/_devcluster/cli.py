@@ -29,7 +29,14 @@ examples:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit code: 0 done, 2 wrong usage, 3 cannot be done here or now."""
-    options = _parser().parse_args(arguments)
+    # All after the first -- is the command's own, another -- included; argparse differs by version here.
+    cut = list(arguments).index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments[:cut])
+    command = [*getattr(options, "argv", []), *arguments[cut + 1 :]]
+    if bool(command) != (options.command == "exec"):
+        parser.error("exec needs a command after --" if not command else f"{options.command} takes no command")
+    options.argv = command
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGHUP, _end)
     try:
@@ -86,14 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     start.set_defaults(run=_start)
 
     stop = commands.add_parser("stop", parents=[named], help="end all its processes and remove all traces")
-    stop.add_argument(
-        "--keep-logs", action="store_true", help="leave the folder of logs, and say where it is"
-    )
+    stop.add_argument("--keep-logs", action="store_true", help="leave the folder of logs, and say where it is")
     stop.set_defaults(run=_stop)
 
-    status = commands.add_parser(
-        "status", parents=[named], help="what runs; code 3 where nothing or not all does"
-    )
+    status = commands.add_parser("status", parents=[named], help="what runs; code 3 where nothing or not all does")
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(run=_status)
 
@@ -102,22 +105,16 @@ def _parser() -> argparse.ArgumentParser:
     inside = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     inside.add_argument("--host", default=LOGIN, help="login (the default) or a node")
     inside.add_argument("--user", help="as this user of this machine (default: root)")
-    execute = commands.add_parser(
-        "exec", parents=[named, inside], help="run a command on the login host or a node"
-    )
-    execute.add_argument("argv", nargs="+", metavar="-- COMMAND", help="the command and its arguments")
+    execute = commands.add_parser("exec", parents=[named, inside], help="run a command on the login host or a node")
+    execute.add_argument("argv", nargs="*", metavar="-- COMMAND", help="the command and its arguments")
     execute.set_defaults(run=_exec)
     shell = commands.add_parser("shell", parents=[named, inside], help="a shell on the login host or a node")
-    shell.set_defaults(run=_exec, argv=None)
+    shell.set_defaults(run=_exec)
 
-    env = commands.add_parser(
-        "env", parents=[named], help="what a shell of this machine needs to use the cluster"
-    )
+    env = commands.add_parser("env", parents=[named], help="what a shell of this machine needs to use the cluster")
     env.set_defaults(run=_env)
 
-    clear = commands.add_parser(
-        "clear", parents=[named], help="cancel all jobs and kill what they left on the nodes"
-    )
+    clear = commands.add_parser("clear", parents=[named], help="cancel all jobs and kill what they left on the nodes")
     clear.set_defaults(run=_clear)
 
     link = commands.add_parser("link", parents=[named], help="pull a node's network cable, or put it back")
@@ -133,9 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--latency", default="50ms", help="longest wait in the queue (default: %(default)s)")
     shape.set_defaults(run=_shape)
 
-    check = commands.add_parser(
-        "check", help="whether this machine and user can run a cluster, and what is lacking"
-    )
+    check = commands.add_parser("check", help="whether this machine and user can run a cluster, and what is lacking")
     check.set_defaults(run=_check)
     return parser
 
@@ -208,11 +203,7 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     elif not cluster.running:
         why = "; ".join(report["problems"])
-        print(
-            f"The cluster {cluster.name} is broken: {why}."
-            if cluster.exists
-            else f"No cluster {cluster.name} here."
-        )
+        print(f"The cluster {cluster.name} is broken: {why}." if cluster.exists else f"No cluster {cluster.name} here.")
     else:
         print(f"The cluster {cluster.name} runs: {_summary(cluster.layout)}, {report['conf']}")
         row = "{:<8} {:<16} {:<8} {:<12} {}"

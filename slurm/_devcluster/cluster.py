@@ -380,7 +380,8 @@ class Cluster:
 
 def all_names() -> list[str]:
     """The names of all clusters of this machine, broken ones included."""
-    names = {namespace.split(".")[0][len(texts.LINK_PREFIX) :] for namespace in namespaces(texts.LINK_PREFIX)}
+    found = namespaces(texts.LINK_PREFIX)
+    names = {name.split(".")[0][len(texts.LINK_PREFIX) :] for name in found if "." in name}
     with contextlib.suppress(FileNotFoundError):
         names |= {entry for entry in os.listdir(BASE) if os.path.exists(f"{BASE}/{entry}/cluster.json")}
     return sorted(names)

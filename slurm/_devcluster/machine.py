@@ -34,9 +34,7 @@ class ClusterError(Exception):
 def add_system_path() -> None:
     """Find what lies in the sbin folders, which are not on everybody's PATH."""
     have = os.environ.get("PATH", "").split(":")
-    os.environ["PATH"] = ":".join(
-        [*have, *(folder for folder in SYSTEM_PATH.split(":") if folder not in have)]
-    )
+    os.environ["PATH"] = ":".join([*have, *(folder for folder in SYSTEM_PATH.split(":") if folder not in have)])
 
 
 def require_machine() -> None:
@@ -67,9 +65,7 @@ def what_is_lacking(which: Callable[[str], str | None], *, is_root: bool) -> lis
 def check_namespaces() -> None:
     """Raises ClusterError where root may not make namespaces or a bridge, as in most containers."""
     trial = "ip link add dc-trial type bridge && mount -t tmpfs none /mnt && hostname dc-trial"
-    done = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", trial], capture_output=True, text=True
-    )
+    done = subprocess.run(["unshare", "--net", "--uts", "--mount", "sh", "-c", trial], capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(
             f"cannot make namespaces here ({done.stderr.strip()}): in a container, start it with --privileged"

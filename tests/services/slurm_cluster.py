@@ -78,9 +78,7 @@ class SlurmCluster:
             raise RuntimeError(f"devcluster stop ended with {stopped.returncode}: {stopped.stderr}")
         atexit.unregister(self.stop)
 
-    def command(
-        self, command: str, *arguments: str, timeout: float = 90.0
-    ) -> subprocess.CompletedProcess[str]:
+    def command(self, command: str, *arguments: str, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
         """`devcluster COMMAND --name OURS ARGUMENTS`: link, shape, status, ..."""
         return devcluster(command, "--name", self.name, *arguments, timeout=timeout)
 
@@ -125,9 +123,7 @@ class SlurmCluster:
             raise RuntimeError(f"devcluster clear ended with {cleared.returncode}: {cleared.stderr}")
 
 
-def _run(
-    command: Sequence[str], timeout: float, env: Mapping[str, str] | None
-) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], timeout: float, env: Mapping[str, str] | None) -> subprocess.CompletedProcess[str]:
     ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI"))}
     process = subprocess.Popen(
         command,

@@ -81,9 +81,7 @@ def test_gpus_that_were_asked_for_are_visible_and_no_others(slurm: SlurmCluster)
 def test_slurm_commands_work_in_an_ordinary_shell_of_this_machine(slurm: SlurmCluster) -> None:
     setting = slurm.command("env").stdout
     assert setting == f"export SLURM_CONF={slurm.conf}\n"
-    script = (
-        f"{setting} srun -N2 hostname && salloc -Q -n2 -N1 srun hostname && sbatch -W --parsable --wrap true"
-    )
+    script = f"{setting} srun -N2 hostname && salloc -Q -n2 -N1 srun hostname && sbatch -W --parsable --wrap true"
     done = subprocess.run(
         ["bash", "-c", script],
         capture_output=True,
@@ -124,8 +122,7 @@ def test_a_job_in_main_preempts_one_in_low(slurm: SlurmCluster, tmp_path: Path) 
     out = tmp_path / "out"
     script = tmp_path / "low.sh"
     script.write_text(
-        f"#!/bin/sh\ntrap 'echo asked to leave >> {out}; exit 0' TERM\necho started >> {out}\n"
-        "sleep 100 & wait\n"
+        f"#!/bin/sh\ntrap 'echo asked to leave >> {out}; exit 0' TERM\necho started >> {out}\nsleep 100 & wait\n"
     )
     submitted = slurm.run(
         ["sbatch", "--parsable", "-p", "low", "--exclusive", "-N8", "--output=/dev/null", str(script)]
@@ -208,6 +205,12 @@ def test_unknown_hosts_and_a_cluster_that_is_not_there_are_named(slurm: SlurmClu
 def test_exec_gives_the_commands_own_exit_code_and_folder(slurm: SlurmCluster) -> None:
     done = slurm.run(["sh", "-c", "pwd; hostname; exit 42"])
     assert (done.returncode, done.stdout) == (42, f"{os.getcwd()}\nlogin\n")
+
+
+def test_exec_passes_everything_after_the_first_dashes_on(slurm: SlurmCluster) -> None:
+    assert slurm.run(["echo", "--host", "a", "--", "-b"]).stdout == "--host a -- -b\n"
+    assert slurm.command("exec").returncode == 2
+    assert slurm.command("status", "--", "true").returncode == 2
 
 
 def test_starting_a_running_cluster_says_so_and_changes_nothing(slurm: SlurmCluster) -> None:
@@ -298,9 +301,7 @@ def test_a_start_that_fails_shows_the_last_words_of_the_daemon_and_leaves_nothin
     other: SlurmCluster, tmp_path: Path
 ) -> None:
     fake = tmp_path / "slurmd"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" != -V ] || { echo slurm 22.05.8; exit 0; }\necho no luck today; exit 1\n'
-    )
+    fake.write_text('#!/bin/sh\n[ "$1" != -V ] || { echo slurm 22.05.8; exit 0; }\necho no luck today; exit 1\n')
     fake.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     failed = devcluster("start", "--name", other.name, "--nodes", "2", env={"PATH": path})
