@@ -228,7 +228,7 @@ def _found_in_step(step: StepFacts, process: ProcessFacts) -> Found:
     if process.in_terminal_shell:
         return Found(
             Situation.ALLOC_SHELL,
-            f"this is a shell in the interactive step {step.name} (srun --pty), which is one task: "
+            f"this is a shell in the interactive step {step.name} (srun --pty), not a rank: "
             "srun --overlap is started for the ranks",
             overlap=True,
         )
