@@ -47,12 +47,8 @@ def _add_build(commands: Any) -> None:
     )
     _add_sources(parser)
     parser.add_argument("--tokenizer", required=True, metavar="byte|FILE", help="'byte', or a tokenizer.json")
-    parser.add_argument(
-        "--eod", metavar="TOKEN", help="end-of-document token, where FILE's has no usual name"
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="PREFIX", help="path of the dataset, without an ending"
-    )
+    parser.add_argument("--eod", metavar="TOKEN", help="end-of-document token, where FILE's has no usual name")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="path of the dataset, without an ending")
     parser.add_argument(
         "--loss-mask",
         metavar="FIELD",
@@ -91,8 +87,7 @@ def _add_tokenizer(commands: Any) -> None:
     parser = commands.add_parser(
         "tokenizer",
         help="train a byte-level BPE on a corpus",
-        description="Train a byte-level BPE with an <|endoftext|> token; the same corpus gives the same "
-        "file.",
+        description="Train a byte-level BPE with an <|endoftext|> token; the same corpus gives the same file.",
         epilog="example:\n  hpc-train data tokenizer corpus/ --suffix .py --vocab-size 4096 --out tok.json\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -105,9 +100,7 @@ def _add_tokenizer(commands: Any) -> None:
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="+", metavar="SRC", help="text file, .jsonl, .jsonl.gz, or folder")
-    parser.add_argument(
-        "--suffix", nargs="+", default=[], metavar=".EXT", help="in folders, only files that end so"
-    )
+    parser.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="in folders, only files that end so")
     parser.add_argument(
         "--text-field", default="text", metavar="FIELD", help="JSONL field with the text (default: text)"
     )

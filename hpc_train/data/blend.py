@@ -85,8 +85,7 @@ class Blend:
         for identity, weight in zip(identities, weights, strict=True):
             if not math.isfinite(weight) or weight <= 0:
                 raise ConfigError(
-                    f"the weight {weight} of {identity.prefix} must be a number above 0. Leave the source "
-                    "out."
+                    f"the weight {weight} of {identity.prefix} must be a number above 0. Leave the source out."
                 )
         self._packings, self._identities, self._epochs = tuple(packings), tuple(identities), epochs
         self._weights = tuple(float(weight) for weight in weights)
@@ -153,9 +152,7 @@ class Blend:
 
     def state(self) -> dict[str, Any]:
         """Give the position, as JSON."""
-        cursors = [
-            {"epoch": c.epoch, "row": c.row, "consumed": c.consumed, "taken": c.taken} for c in self._cursors
-        ]
+        cursors = [{"epoch": c.epoch, "row": c.row, "consumed": c.consumed, "taken": c.taken} for c in self._cursors]
         blend = self.describe()
         return {
             "version": _STATE_VERSION,
@@ -243,9 +240,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changes
 
 
-def _carry_over(
-    saved: Mapping[str, Any], cursors: Sequence[_Cursor], now: Mapping[str, Any]
-) -> list[_Cursor]:
+def _carry_over(saved: Mapping[str, Any], cursors: Sequence[_Cursor], now: Mapping[str, Any]) -> list[_Cursor]:
     """Positions under the new blend, for the sources that both have."""
     same_rows = all(saved[name] == now[name] for name in ("seq_len", "long_documents", "seed"))
     old = list(zip(saved["sources"], cursors, range(len(cursors)), strict=True))

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -111,6 +111,8 @@ def build(
     out: str | Path,
     options: BuildOptions = BuildOptions(),
     progress: Say | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> BuildReport:
     """Write the corpus as OUT.bin and OUT.idx, with OUT.json and the tokenizer beside them.
@@ -118,6 +120,10 @@ def build(
     With a held-out share a second pair OUT_heldout is written, with a loss mask one more pair of each,
     named *_loss_mask: a byte for each token, 1 where the token is a target. An end-of-document token closes
     each document; it is supervised if the whole document or its last character is.
+
+    Args:
+        env: This process's environment, whose launcher variables (PMI, PMIx, Open MPI) the workers must not
+            see if this process is a rank of an MPI program. None: they inherit everything.
 
     Raises:
         ConfigError: options that do not fit each other or the sources.
@@ -138,7 +144,7 @@ def build(
     report = _Progress(total_bytes, progress, clock)
     with contextlib.ExitStack() as stack:
         pairs = [stack.enter_context(_PairWriter(prefix, work, options.overwrite)) for prefix in prefixes]
-        for encoded in _encode_all(work, batches(files), _num_workers(options)):
+        for encoded in _encode_all(work, batches(files), _num_workers(options), env):
             for side, pair in enumerate(pairs):
                 pair.add(encoded, side)
             skipped.update(encoded.skipped)
@@ -289,14 +295,16 @@ def _encode_in_worker(batch: Batch) -> _Encoded:
     return _worker_work.encode(batch)
 
 
-def _encode_all(work: _Work, items: Iterable[Batch], num_workers: int) -> Iterator[_Encoded]:
+def _encode_all(
+    work: _Work, items: Iterable[Batch], num_workers: int, env: Mapping[str, str] | None
+) -> Iterator[_Encoded]:
     """Encode all work items, in order, with few of them in memory at once."""
     if num_workers == 1:
         yield from map(work.encode, items)
         return
     # spawn: a fork would copy the locks and handles of threads, of MPI and of HDFS clients.
     context = multiprocessing.get_context("spawn")
-    with worker_environment():
+    with worker_environment(env):
         pool = ProcessPoolExecutor(num_workers, context, _start_worker, (work,))
         pending: deque[Future[_Encoded]] = deque()
         try:
@@ -317,18 +325,30 @@ def _encode_all(work: _Work, items: Iterable[Batch], num_workers: int) -> Iterat
 
 
 @contextlib.contextmanager
-def worker_environment() -> Iterator[None]:
-    """Processes that are started meanwhile see no launcher's variables, and use one thread each."""
-    saved = dict(os.environ)
-    for name in saved:
-        if name.startswith(_MPI_VARIABLES):
-            del os.environ[name]
-    os.environ.update(dict.fromkeys(_THREAD_COUNTS, "1"))
+def worker_environment(env: Mapping[str, str] | None) -> Iterator[None]:
+    """Processes that are started meanwhile see no launcher's variables, and use one thread each.
+
+    Only the environment that children inherit changes; what this process sees in Python stays.
+
+    Args:
+        env: This process's environment. None: nothing changes.
+    """
+    if env is None:
+        yield
+        return
+    hidden = [name for name in env if name.startswith(_MPI_VARIABLES)]
+    for name in hidden:
+        os.unsetenv(name)
+    for name in _THREAD_COUNTS:
+        os.putenv(name, "1")
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(saved)
+        for name in (*hidden, *_THREAD_COUNTS):
+            if name in env:
+                os.putenv(name, env[name])
+            else:
+                os.unsetenv(name)
 
 
 # Output
@@ -340,9 +360,7 @@ class _PairWriter:
 
     def __init__(self, prefix: str, work: _Work, overwrite: bool) -> None:
         self.prefix, self._tokenizer = prefix, work.tokenizer
-        self._tokens = TokenFileWriter(
-            prefix, dtype_for_vocab(work.tokenizer.vocab_size), overwrite=overwrite
-        )
+        self._tokens = TokenFileWriter(prefix, dtype_for_vocab(work.tokenizer.vocab_size), overwrite=overwrite)
         self._mask = None
         self._counts = np.zeros(work.tokenizer.vocab_size, dtype=np.int64)
         self._num_supervised = 0
@@ -447,8 +465,7 @@ def _prepare_output(out: str, overwrite: bool) -> None:
     existing = [path for path in _output_paths(out) if path.exists()]
     if existing and not overwrite:
         raise DataError(
-            f"{existing[0]} exists, and a running job may have it mapped. Choose another --out, or give "
-            "--overwrite."
+            f"{existing[0]} exists, and a running job may have it mapped. Choose another --out, or give --overwrite."
         )
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

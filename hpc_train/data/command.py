@@ -7,19 +7,20 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpc_train.errors import DataError, ExitCode
 
 
-def run_data_command(args: Namespace) -> int:
-    """Carry out what `arguments.add_data_parser` parsed; gives the exit code."""
-    commands = {"build": build_command, "show": show_command, "tokenizer": tokenizer_command}
-    return commands[args.data_command](args)
+def run_data_command(args: Namespace, env: Mapping[str, str] | None = None) -> int:
+    """Carry out what `arguments.add_data_parser` parsed; gives the exit code. `env`: see `build.build`."""
+    if args.data_command == "build":
+        return build_command(args, env)
+    return show_command(args) if args.data_command == "show" else tokenizer_command(args)
 
 
-def build_command(args: Namespace) -> int:
+def build_command(args: Namespace, env: Mapping[str, str] | None = None) -> int:
     from hpc_train.data.build import BuildOptions, build
     from hpc_train.data.tokenizer import load_tokenizer
 
@@ -32,7 +33,8 @@ def build_command(args: Namespace) -> int:
         overwrite=args.overwrite,
     )
     with _stopping_cleanly():
-        report = build(args.sources, load_tokenizer(args.tokenizer, args.eod), args.out, options, _to_stderr)
+        tokenizer = load_tokenizer(args.tokenizer, args.eod)
+        report = build(args.sources, tokenizer, args.out, options, _to_stderr, env=env)
     if args.json:
         _print_json(report.to_dict())
         return ExitCode.DONE
@@ -86,9 +88,7 @@ def tokenizer_command(args: Namespace) -> int:
         _print_json({"file": args.out, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256})
         return ExitCode.DONE
     short = (
-        ""
-        if tokenizer.vocab_size == args.vocab_size
-        else f" (the corpus gives no more than that of {args.vocab_size})"
+        "" if tokenizer.vocab_size == args.vocab_size else f" (the corpus gives no more than that of {args.vocab_size})"
     )
     print(f"{args.out}: {tokenizer.vocab_size} tokens{short}")
     return ExitCode.DONE
@@ -108,9 +108,7 @@ def _description_lines(description: dict[str, Any]) -> list[str]:
         "lengths: " + ", ".join(f"{name} {_or_na(value)}" for name, value in lengths.items()),
         f"{'from':>12} {'documents':>12} {'tokens':>14}",
     ]
-    lines += [
-        f"{row['from']:>12} {row['documents']:>12} {row['tokens']:>14}" for row in description["histogram"]
-    ]
+    lines += [f"{row['from']:>12} {row['documents']:>12} {row['tokens']:>14}" for row in description["histogram"]]
     if description["num_supervised_tokens"] is not None:
         lines.append(f"supervised tokens: {description['num_supervised_tokens']}")
     if description["first_text"] is not None:

@@ -150,12 +150,8 @@ class TokenFile:
             )
         offset = _HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, offset)
-        self.pointers: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", num_sequences, offset + 4 * num_sequences
-        )
-        self.document_indices: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", num_indices, offset + 12 * num_sequences
-        )
+        self.pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset + 4 * num_sequences)
+        self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_indices, offset + 12 * num_sequences)
         self.num_sequences = int(num_sequences)
 
     def _check_index(self) -> None:
@@ -190,9 +186,7 @@ class TokenFile:
     def _find_documents(self) -> None:
         indices = self.document_indices
         path = index_path(self.prefix)
-        if indices.size and (
-            indices[0] != 0 or indices[-1] > self.num_sequences or bool((np.diff(indices) < 0).any())
-        ):
+        if indices.size and (indices[0] != 0 or indices[-1] > self.num_sequences or bool((np.diff(indices) < 0).any())):
             raise DataError(
                 f"{path} has document indices that do not rise from 0 to its {self.num_sequences} sequences. "
                 "Make it again with 'hpc-train data build'."
@@ -208,9 +202,7 @@ class TokenFile:
             ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
             self.document_lengths = ends[self._bounds[1:]] - ends[self._bounds[:-1]]
             if not self._contiguous and bool((np.diff(self._bounds) > 1).any()):
-                raise DataError(
-                    f"{path} has gaps between the sequences of one document, which is not supported."
-                )
+                raise DataError(f"{path} has gaps between the sequences of one document, which is not supported.")
 
     @property
     def num_documents(self) -> int:
@@ -249,9 +241,7 @@ class TokenFile:
     def _slice(self, pointer: int, total: int, start: int, length: int | None) -> NDArray[Any]:
         length = total - start if length is None else length
         if start < 0 or length < 0 or start + length > total:
-            raise IndexError(
-                f"tokens [{start}, {start + length}) of a sequence of {total} tokens of {self.prefix}"
-            )
+            raise IndexError(f"tokens [{start}, {start + length}) of a sequence of {total} tokens of {self.prefix}")
         first = pointer // self.dtype.itemsize + start
         if pointer % self.dtype.itemsize:  # only foreign writers do this
             raw = self._map_tokens().view(np.uint8)
@@ -296,9 +286,7 @@ def _retry_stale(attempt: Callable[[], T], prefix: str | Path, sleep: Callable[[
             ) from error
         except OSError as error:
             if error.errno != errno.ESTALE:
-                raise DataError(
-                    f"{error.filename or prefix} cannot be read: {error.strerror or error}."
-                ) from error
+                raise DataError(f"{error.filename or prefix} cannot be read: {error.strerror or error}.") from error
             if not tries_left:
                 raise DataError(
                     f"{error.filename or prefix} is a stale file handle, also after {_STALE_TRIES} tries in "
@@ -321,14 +309,11 @@ class TokenFileWriter:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype.name not in _CODE_OF_DTYPE or self.dtype.kind not in "iu":
-            raise DataError(
-                f"{self.dtype.name} cannot be the type of a token file; use uint8, uint16, int32 or int64."
-            )
+            raise DataError(f"{self.dtype.name} cannot be the type of a token file; use uint8, uint16, int32 or int64.")
         for path in (index_path(prefix), bin_path(prefix)):
             if path.exists() and not overwrite:
                 raise DataError(
-                    f"{path} exists, and a running job may have it mapped. Choose another --out, or give "
-                    "--overwrite."
+                    f"{path} exists, and a running job may have it mapped. Choose another --out, or give --overwrite."
                 )
         self._lengths = array("i")
         self._num_bytes = 0
@@ -400,9 +385,7 @@ class TokenFileWriter:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         pointers = ends - lengths.astype(np.int64) * self.dtype.itemsize
-        header = _HEADER.pack(
-            _MAGIC, _VERSION, _CODE_OF_DTYPE[self.dtype.name], len(lengths), len(lengths) + 1
-        )
+        header = _HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[self.dtype.name], len(lengths), len(lengths) + 1)
         with self._explain():
             _flush_to_disk(self._stream)
             self._stream.close()

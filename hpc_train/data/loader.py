@@ -154,9 +154,7 @@ def _check_vocabulary(tokens: TokenFile, sidecar: Sidecar | None, vocab_size: in
     largest = sidecar.max_token_id if sidecar else _largest_id(tokens, vocab_size)
     if largest is not None and largest >= vocab_size:
         needed = sidecar.vocab_size if sidecar else largest + 1
-        made_with = (
-            f" with the tokenizer {sidecar.tokenizer} of {sidecar.vocab_size} tokens" if sidecar else ""
-        )
+        made_with = f" with the tokenizer {sidecar.tokenizer} of {sidecar.vocab_size} tokens" if sidecar else ""
         raise DataError(
             f"{bin_path(tokens.prefix)}, made{made_with}, has the token id {largest}, and "
             f"model.vocab_size={vocab_size} "
@@ -267,9 +265,7 @@ class Loader:
         for number, first in enumerate(range(0, len(rows), size)):
             some = tuple(rows[first : first + size])
             padded = -(-len(some) // unit) * unit
-            plan = plan_batch_static(
-                number, padded, self._data.seq_len, self._train.micro_batch_size, self._dp
-            )
+            plan = plan_batch_static(number, padded, self._data.seq_len, self._train.micro_batch_size, self._dp)
             yield Step(plan, some, heldout=True)
 
     def micro_batches(self, step: Step, dp_rank: int) -> Iterator[Batch]:
@@ -316,9 +312,7 @@ class Loader:
             for number, source in enumerate(sources)
         ]
 
-    def _blend(
-        self, sources: Sequence[OpenSource], packings: Sequence[Packing], epochs: int | None = None
-    ) -> Blend:
+    def _blend(self, sources: Sequence[OpenSource], packings: Sequence[Packing], epochs: int | None = None) -> Blend:
         weights = [source.weight for source in sources]
         return Blend(packings, weights, [source.identity() for source in sources], epochs=epochs)
 
@@ -359,9 +353,7 @@ class Loader:
 class _Row:
     """seq_len tokens; what is not filled is padding."""
 
-    def __init__(
-        self, tokens: NDArray[np.int64], labels: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, tokens: NDArray[np.int64], labels: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         self.tokens, self.labels, self.positions = tokens, labels, positions
         self.piece_ends: list[int] = []
 
@@ -399,9 +391,7 @@ def _to_batch(micro_batch: MicroBatch, rows: Mapping[int, _Row]) -> Batch:
     assert all(piece.length == length for piece in pieces), "the slices of a micro-batch have one length"
 
     def stacked(name: str) -> torch.Tensor:
-        return torch.from_numpy(
-            np.stack([getattr(rows[p.sequence], name)[p.start : p.start + length] for p in pieces])
-        )
+        return torch.from_numpy(np.stack([getattr(rows[p.sequence], name)[p.start : p.start + length] for p in pieces]))
 
     labels = stacked("labels")
     return Batch(

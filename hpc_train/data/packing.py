@@ -76,9 +76,7 @@ class Packing:
         if seq_len < 1:
             raise ConfigError(f"seq_len={seq_len}: a row needs at least 1 token.")
         if policy not in get_args(LongDocuments):
-            raise ConfigError(
-                f"long_documents={policy!r} is unknown. Use {', '.join(get_args(LongDocuments))}."
-            )
+            raise ConfigError(f"long_documents={policy!r} is unknown. Use {', '.join(get_args(LongDocuments))}.")
         self.seq_len, self.policy, self.seed, self.source_index = seq_len, policy, seed, source_index
         self._first_document = first_document
         full = np.asarray(lengths).astype(np.int64)

@@ -67,9 +67,7 @@ def _count_tokens(tokens: TokenFile) -> NDArray[np.int64]:
     counts = np.zeros(1, dtype=np.int64)
     for block in tokens.blocks():
         if int(block.min()) < 0:
-            raise DataError(
-                f"{bin_path(tokens.prefix)} has the negative token id {int(block.min())}. Build it again."
-            )
+            raise DataError(f"{bin_path(tokens.prefix)} has the negative token id {int(block.min())}. Build it again.")
         found = np.bincount(block.astype(np.int64))
         if len(found) > len(counts):
             counts = np.concatenate((counts, np.zeros(len(found) - len(counts), np.int64)))

@@ -79,9 +79,7 @@ class RowFields:
     loss_mask: str | None = None
 
 
-def find_files(
-    sources: Sequence[str | Path], suffixes: Sequence[str] = ()
-) -> tuple[list[SourceFile], Counter[str]]:
+def find_files(sources: Sequence[str | Path], suffixes: Sequence[str] = ()) -> tuple[list[SourceFile], Counter[str]]:
     """List the files of all sources, folders walked in sorted order; give also what was passed over.
 
     Symbolic links are followed. A file or folder reached twice counts once, so a loop of links ends. Names
@@ -246,9 +244,7 @@ def _read_row(line: bytes, where: str, fields: RowFields) -> Document:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: a {type(row).__name__} and not a JSON object. Each line must be one object."
-        )
+        raise DataError(f"{where}: a {type(row).__name__} and not a JSON object. Each line must be one object.")
     text = row.get(fields.text)
     if not isinstance(text, str):
         found = "is missing" if fields.text not in row else f"is a {type(text).__name__} and not a string"
@@ -257,9 +253,7 @@ def _read_row(line: bytes, where: str, fields: RowFields) -> Document:
             f"{', '.join(map(repr, sorted(row))) or 'no fields'}. "
             "Name the field that holds the text with --text-field."
         )
-    return Document(
-        text, None if fields.loss_mask is None else _read_spans(row, text, where, fields.loss_mask)
-    )
+    return Document(text, None if fields.loss_mask is None else _read_spans(row, text, where, fields.loss_mask))
 
 
 def _read_spans(row: dict[str, Any], text: str, where: str, field: str) -> Spans:

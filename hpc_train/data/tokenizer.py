@@ -147,9 +147,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(
-            f"the tokenizer {spec} does not exist. Give 'byte' or the path of a tokenizer.json."
-        ) from None
+        raise DataError(f"the tokenizer {spec} does not exist. Give 'byte' or the path of a tokenizer.json.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the tokenizer {spec} cannot be read: {error}.") from error
     return FileTokenizer(text, path.name, eod)
