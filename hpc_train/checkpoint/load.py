@@ -20,7 +20,7 @@ from hpc_train.checkpoint.manifest import Manifest, StoredBox, StoredTensor, rea
 from hpc_train.checkpoint.state import StatePiece
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
-from hpc_train.log import say, warn
+from hpc_train.log import warn
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,3 @@ def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tens
         raise CheckpointError(f"{file_path} is damaged: the checksum of the bytes at {stored.start} does not match")
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).view(stored.box.sizes)
 
-
-def say_loaded(loaded: Loaded) -> None:
-    say(f"resumed from {loaded.path} at step {loaded.step}")

@@ -9,15 +9,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Iterator, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_train.cluster import devices, network
 from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.process import ProcessFacts, read_process
+from hpc_train.cluster.situation import RankHint, Situation, find_situation, rank_hint, read_elastic
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
 from hpc_train.comm.mpi import check_world, library_version, load_mpi
 from hpc_train.comm.world import World
@@ -55,13 +58,14 @@ def bootstrap(
     """
     env = process_env()
     launch = launch or LaunchConfig()
-    chosen = _choose_source(env) if source == "auto" else source
+    process = read_process(os.getpid())
+    chosen = _choose_source(env, process) if source == "auto" else source
     if chosen == "single":
-        _refuse_other_ranks(env)
+        _refuse_other_ranks(rank_hint(env, process))
         return _join(_Identity.single(), SingleControl(), None, launch, device, "single")
     if chosen == "env":
         return _bootstrap_env(env, launch, device)
-    return _bootstrap_mpi(env, plan, launch, device)
+    return _bootstrap_mpi(env, process, plan, launch, device)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,8 @@ class _Identity:
         return cls(0, 1, 0, 1, 0, 1, socket.gethostname())
 
 
-def _choose_source(env: Mapping[str, str]) -> Source:
-    from hpc_train.cluster.situation import Situation, find_situation
-
-    found = find_situation(env)
+def _choose_source(env: Mapping[str, str], process: ProcessFacts) -> Source:
+    found = find_situation(env, process)
     if found.situation is Situation.ELASTIC:
         return "env"
     if found.situation in (Situation.STEP_TASK, Situation.MPI_TASK):
@@ -95,35 +97,33 @@ def _choose_source(env: Mapping[str, str]) -> Source:
     )
 
 
-def _refuse_other_ranks(env: Mapping[str, str]) -> None:
-    from hpc_train.cluster.situation import rank_hint
-
-    hint = rank_hint(env)
-    if hint is not None and hint.size > 1:
+def _refuse_other_ranks(hint: RankHint | None) -> None:
+    if hint is not None and (hint.rank > 0 or hint.size != 1):
         raise LaunchError(
-            f'source="single" was asked for, but {hint.source} started {hint.size} tasks, and each of them would '
-            'train alone. Use source="mpi", or start one task.'
+            f'source="single" was asked for, but {hint.source} say rank {hint.rank} of {hint.size or "several"}: each '
+            'would train alone. Use source="mpi", or start one task.'
         )
 
 
 def _bootstrap_mpi(
-    env: Mapping[str, str], plan: Plan | None, launch: LaunchConfig, device: Literal["auto", "cpu"]
+    env: Mapping[str, str],
+    process: ProcessFacts,
+    plan: Plan | None,
+    launch: LaunchConfig,
+    device: Literal["auto", "cpu"],
 ) -> World:
     with _termination_deferred():
+        hint = rank_hint(env, process)
         communicator = load_mpi()
-        hint = check_world(communicator.Get_rank(), communicator.Get_size(), env, library_version())
+        check_world(communicator.Get_rank(), communicator.Get_size(), hint, library_version())
         control: Control = MpiControl(communicator)
-        node = _node_name(env, hint, plan)
+        # The plan calls a node by Slurm's name for it where Slurm named it, else by its host name.
+        node = env.get("SLURMD_NODENAME") or socket.gethostname()
         slots = control.all_gather([node, hint.local_rank if hint else None])
         identity = _identify(control, slots, plan)
     ordered = communicator.Split(0, identity.rank)
     control = MpiControl(ordered)
     return _join(identity, control, ordered, launch, device, "mpi")
-
-
-def _node_name(env: Mapping[str, str], hint: Any, plan: Plan | None) -> str:
-    """The name that the plan calls this node by: Slurm's, else the host name."""
-    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _identify(control: Control, slots: list[list[Any]], plan: Plan | None) -> _Identity:
@@ -173,10 +173,14 @@ def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal
     """From torchrun's variables; the group is made by them, and then all facts are exchanged over it."""
     import torch.distributed as dist
 
-    from hpc_train.cluster.situation import elastic_ranks
-
-    ranks = elastic_ranks(env)
-    chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
+    ranks = read_elastic(env)
+    if ranks is None:
+        raise LaunchError(
+            'source="env" was asked for, but RANK and LOCAL_RANK are not set. Start with torchrun or `hpc-train exec`, '
+            'or use source="mpi".'
+        )
+    local_size = int(env.get("LOCAL_WORLD_SIZE") or ranks.local_rank + 1)
+    chosen = _choose_device(env, ranks.local_rank, local_size, device)
     backend = _backend(chosen)
     _set_device(chosen)
     dist.init_process_group(backend, init_method="env://", timeout=_timeout(launch))
@@ -217,14 +221,16 @@ def _join(
     env = process_env()
     listener, address, error = None, None, None
     try:
+        # On every rank: gloo advertises each node's own address in the same way.
         address = network.advertised_address(
             identity.node,
-            interface=launch.interface,
+            launch.interface,
+            identity.num_nodes,
             template=launch.address_template,
-            num_nodes=identity.num_nodes,
         )
         if identity.rank == 0 and identity.world_size > 1:
-            listener = _listen(address)
+            address, port = network.preset_address(env) or (address, None)
+            listener = _listen(address, port or 0)
     except LaunchError as problem:
         error = problem
     control.agree(error, identity.node)
@@ -260,16 +266,16 @@ def _join(
     )
 
 
-def _listen(address: str) -> socket.socket:
-    """Bind a free port before anyone is told of it. The queue is long: all ranks call at once."""
+def _listen(address: str, port: int) -> socket.socket:
+    """Bind the port (0: a free one) before anyone is told of it. The queue is long: all ranks call at once."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
+        listener.bind((address, port))
         listener.listen(4096)
     except OSError as error:
         listener.close()
         raise LaunchError(
-            f"rank 0 cannot listen on {address}: {error}. Name the interface that the nodes share with "
+            f"rank 0 cannot listen on {address}, port {port}: {error}. Name the interface that the nodes share with "
             "launch.interface=NAME."
         ) from error
     return listener
@@ -297,7 +303,7 @@ def _choose_device(
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     choice = devices.choose_device(
-        env, local_rank, local_world_size, num_visible=torch.cuda.device_count()
+        env, local_rank, local_world_size, torch.cuda.device_count()
     )
     if choice.warning and local_rank == 0:
         warn(choice.warning)

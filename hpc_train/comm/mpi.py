@@ -6,10 +6,9 @@ there are tasks. So MPI's size and rank are compared with the launcher's before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hpc_train.cluster.situation import RankHint, rank_hint
+from hpc_train.cluster.situation import RankHint
 from hpc_train.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -40,27 +39,27 @@ def library_version() -> str:
     return MPI.Get_library_version().splitlines()[0].strip("\0 ")
 
 
-def check_world(mpi_rank: int, mpi_size: int, env: Mapping[str, str], library: str) -> RankHint | None:
-    """Compare MPI's rank and size with the launcher's; return the launcher's facts, None if it left none.
+def check_world(mpi_rank: int, mpi_size: int, hint: RankHint | None, library: str) -> None:
+    """Compare MPI's rank and size with what the launcher's variables say.
 
     Raises:
         LaunchError: they differ. On the launcher's rank 0 the error is to be printed, on the others not: each is
             alone in a world of its own, so they cannot agree on who speaks.
     """
-    hint = rank_hint(env)
-    if hint is None or (hint.rank, hint.size) == (mpi_rank, mpi_size):
-        return hint
+    if hint is None or (hint.rank == mpi_rank and hint.size in (None, mpi_size)):
+        return
+    size = "" if hint.size is None else f" of {hint.size}"
     error = LaunchError(
-        f"{hint.source} started {hint.size} tasks and this is number {hint.rank}, but MPI says rank {mpi_rank} of "
-        f"{mpi_size}. The MPI library ({library}) does not speak the process manager interface that the launcher "
-        f"offers, so every task would train alone. {_cure(library, hint)}"
+        f"{hint.source} say rank {hint.rank}{size}, but MPI says rank {mpi_rank} of {mpi_size}. The MPI library "
+        f"({library}) does not speak the process manager interface (PMI) that the launcher offers, so every task "
+        f"would train alone. {_cure(library, hint)}"
     )
     error.reporter = 0 if hint.rank == 0 else -1  # type: ignore[attr-defined]
     raise error
 
 
 def _cure(library: str, hint: RankHint) -> str:
-    if not hint.source.startswith("srun"):
+    if "SLURM" not in hint.source:
         return "Start with the mpirun of this MPI library, and with no other."
     offered = "`srun --mpi=list` shows what this site offers."
     if "Open MPI v5" in library:

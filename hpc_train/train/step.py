@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from hpc_train.comm.collectives import all_reduce_sum
-from hpc_train.data.loader import Batch
 from hpc_train.models.transformer import AttentionPlan, Transformer
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.train.optimizer import ShardedAdamW
+
+if TYPE_CHECKING:
+    from hpc_train.data.loader import Batch
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,166 @@
+"""The training loop: an event a line."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint.load import Loaded
+from hpc_train.checkpoint.save import save_checkpoint
+from hpc_train.comm.world import World
+from hpc_train.config import Config
+from hpc_train.data.loader import Batch, Loader, Step
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import say, warn
+from hpc_train.plan.cost import mfu
+from hpc_train.train.metrics import Metrics, rate
+from hpc_train.train.optimizer import learning_rate
+from hpc_train.train.state import plain_values, state_pieces
+from hpc_train.train.step import StepResult, Trainer
+
+
+@dataclass
+class Run:
+    """What the loop works with; `step` is the last one that was completed."""
+
+    config: Config
+    world: World
+    run_dir: Path
+    trainer: Trainer
+    loader: Loader
+    metrics: Metrics | None
+    peak_flops: float
+    step: int = 0
+    skipped_steps: int = 0
+
+
+def train(run: Run) -> None:
+    """Take the steps that are left. Collective over all ranks.
+
+    Raises:
+        HpcTrainError: too many steps in a row without finite numbers; a failed save, unless
+            checkpoint.on_error=continue.
+    """
+    config = run.config
+    skipped_in_a_row = 0
+    with _collection_at_fixed_steps():
+        while run.step < config.train.steps:
+            begin = time.perf_counter()
+            run.step += 1
+            lr = learning_rate(run.step, config.optimizer, config.train.steps)
+            result = run.trainer.step(_micro_batches(run, run.loader.next_step(run.step)), lr)
+            record = _record(run, result, lr, time.perf_counter() - begin)
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            run.skipped_steps += result.skipped
+            if config.train.eval_every and _is_due(run.step, config.train.eval_every, config.train.steps):
+                record["eval_loss"] = evaluate(run)
+            if run.metrics is not None:
+                run.metrics.write(record)
+            if skipped_in_a_row >= config.train.max_skipped_steps:
+                raise HpcTrainError(_no_finite_steps(run, skipped_in_a_row))
+            if _is_due(run.step, config.checkpoint.every, config.train.steps if config.checkpoint.at_end else 0):
+                save(run)
+            if run.step % config.train.gc_every == 0:
+                gc.collect()
+
+
+def evaluate(run: Run) -> float:
+    """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
+    steps = run.loader.heldout_steps()
+    return run.trainer.evaluate(batch for step in steps for batch in _micro_batches(run, step))
+
+
+def _micro_batches(run: Run, step: Step) -> Iterator[Batch]:
+    """This rank's part of a step's plan."""
+    return run.loader.micro_batches(step, run.world.rank)
+
+
+def restore(run: Run, loaded: Loaded) -> None:
+    """Go on behind a checkpoint whose tensors `load_newest` has put in place. Collective over all ranks."""
+    run.step = loaded.step
+    run.skipped_steps = int(loaded.values["skipped_steps"])
+    run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
+    changes = run.loader.restore(loaded.values["loader"])
+    run.trainer.parameters.publish_parameters()
+    if run.metrics is not None:
+        run.metrics.forget_after(run.step)
+    if run.world.rank == 0:
+        say(f"resumed from {loaded.path} at step {loaded.step}")
+        for change in changes:
+            warn(f"the blend changed (data.allow_changed_blend=true): {change}")
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint of the step just completed. Collective over all ranks."""
+    begin = time.perf_counter()
+    values = plain_values(run.trainer, run.loader.state(), run.skipped_steps)
+    try:
+        path = save_checkpoint(
+            run.run_dir / "checkpoints",
+            run.step,
+            state_pieces(run.trainer),
+            values,
+            run.world,
+            keep=run.config.checkpoint.keep,
+        )
+    except CheckpointError as error:
+        if run.config.checkpoint.on_error == "stop":
+            raise
+        if run.world.rank == 0:
+            warn(f"step {run.step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
+        return
+    if run.world.rank == 0:
+        say(f"saved {path.name} in {time.perf_counter() - begin:.2f} s")
+
+
+def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+    tokens_per_s = rate(result.num_tokens, seconds)
+    config = run.config
+    utilisation = (
+        mfu(tokens_per_s, config.model, config.data.seq_len, run.peak_flops) if tokens_per_s else None
+    )
+    return {
+        "step": run.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "tokens": result.num_tokens,
+        "supervised_tokens": result.num_supervised,
+        "step_time_s": seconds,
+        "tokens_per_s": tokens_per_s,
+        "mfu": utilisation,
+        "skipped": result.skipped,
+    }
+
+
+def _is_due(step: int, every: int, last_step: int) -> bool:
+    """At every multiple of `every`, and at `last_step`; `every` 0 leaves only the last, and last_step 0 none there."""
+    return (every > 0 and step % every == 0) or step == last_step
+
+
+def _no_finite_steps(run: Run, count: int) -> str:
+    return (
+        f"{count} steps in a row up to step {run.step} gave no finite loss and gradient norm, or no supervised token, "
+        "and were skipped. Lower optimizer.lr, look at the data, or raise train.max_skipped_steps; the last "
+        "checkpoint is from before."
+    )
+
+
+@contextmanager
+def _collection_at_fixed_steps() -> Iterator[None]:
+    """Python's garbage collector off but where the loop calls it: at random it delays one rank and all wait."""
+    gc.collect()
+    gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,139 @@
+"""One rank of a training run, from start to exit code.
+
+1. join the others (MPI, plan, device, process group)
+2. check everything that can be wrong, on all ranks, before any collective of the training
+3. build model, parameters, optimizer and loader
+4. resume from the newest sound checkpoint
+5. train
+6. leave together
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from hpc_train import log
+from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.limits import require_free_bytes
+from hpc_train.cluster.process import read_process
+from hpc_train.cluster.situation import rank_hint
+from hpc_train.comm.world import World
+from hpc_train.config import Config
+from hpc_train.errors import CheckpointError, ExitCode, HpcTrainError, LaunchError
+from hpc_train.plan.run import Plan
+
+PLAN_FILE = "plan.json"
+_PLAN_PATIENCE_S = 20.0
+"""How long a network file system may take to show the plan to another node (assumed; NFS caches up to 60 s of
+attributes, but the folder was not looked at before)."""
+
+
+def run_rank(run_dir: Path, config: Config) -> int:
+    """Be one rank of the run in `run_dir` and return its exit code.
+
+    After a failure the process ends here, without MPI's or torch's farewell: the others are not listening.
+    """
+    host = socket.gethostname()
+    env = process_env()
+    rank: int | None = None
+    try:
+        hint = rank_hint(env, read_process(os.getpid()))
+        rank = hint.rank if hint else None
+        if rank is not None:
+            log.prefix_output(rank, host)
+        return _run(run_dir, config)
+    except BaseException as error:
+        code = _leave_behind(error, run_dir, rank, host)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _leave_behind(error: BaseException, run_dir: Path, rank: int | None, host: str) -> int:
+    """Report an error, once if all ranks share it, and give the exit code."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank that leaves has the others terminated
+    shared_by = getattr(error, "reporter", None)
+    if isinstance(error, HpcTrainError) and shared_by not in (None, _rank_of(error, rank)):
+        time.sleep(0.2)  # let the reporter's message and record come first
+        return int(error.exit_code)
+    return log.report_failure(error, run_dir=run_dir, rank=_rank_of(error, rank), host=host)
+
+
+def _rank_of(error: BaseException, launcher_rank: int | None) -> int | None:
+    """The rank in our numbering where the world stood when the error was raised, else the launcher's."""
+    planned = getattr(error, "rank", None)
+    return launcher_rank if planned is None else planned
+
+
+def _run(run_dir: Path, config: Config) -> int:
+    from hpc_train.comm.bootstrap import bootstrap
+
+    plan = _read_plan(run_dir)
+    world = bootstrap("mpi", plan=plan, launch=config.launch)
+    log.prefix_output(world.rank, world.node)
+    try:
+        _train(run_dir, config, world)
+        world.close()
+    except BaseException as error:
+        error.rank = world.rank  # type: ignore[attr-defined]
+        raise
+    return int(ExitCode.DONE)
+
+
+def _train(run_dir: Path, config: Config, world: World) -> None:
+    from hpc_train.checkpoint.load import load_newest
+    from hpc_train.comm.bind import bind_rank, report_environment
+    from hpc_train.train import loop
+    from hpc_train.train.build import build_run
+
+    report_environment(world)
+    bind_rank(world, config.launch.bind, config.launch.num_threads)
+    run = build_run(run_dir, config, world)
+    _check_space(run_dir, run.trainer, world)
+    if config.checkpoint.resume:
+        loaded = load_newest(run_dir / "checkpoints", loop.state_pieces(run.trainer), world)
+        if loaded is not None:
+            loop.restore(run, loaded)
+    if world.rank == 0:
+        log.say(f"world: {world.describe()}; starting at step {run.step + 1} of {config.train.steps}")
+    loop.train(run)
+    if run.metrics is not None:
+        run.metrics.close()
+
+
+def _check_space(run_dir: Path, trainer: object, world: World) -> None:
+    """Refuse at the start what would fail at the first save."""
+    from hpc_train.train.state import state_bytes
+    from hpc_train.train.step import Trainer
+
+    assert isinstance(trainer, Trainer)
+    error = None
+    if world.rank == 0:
+        try:
+            require_free_bytes(run_dir, state_bytes(trainer), "one checkpoint", CheckpointError)
+        except CheckpointError as problem:
+            error = problem
+    world.agree(error)
+
+
+def _read_plan(run_dir: Path) -> Plan:
+    """The plan that the driver wrote; another node may see it a little later."""
+    path = run_dir / PLAN_FILE
+    deadline = time.monotonic() + _PLAN_PATIENCE_S
+    while True:
+        try:
+            return Plan.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{path} cannot be read on {socket.gethostname()}: {error}. The run folder must be on a file "
+                    "system that all nodes share; choose one with launch.runs_dir."
+                ) from error
+            time.sleep(0.2)
+
+

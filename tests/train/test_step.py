@@ -1,0 +1,149 @@
+"""Every number of ranks gives the one-rank losses and gradient norms; bad steps are skipped on all alike."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpc_train.config import OptimizerConfig
+from hpc_train.models.transformer import AttentionPlan, Transformer
+from hpc_train.train.optimizer import learning_rate
+from tests.ranks import run_ranks
+from tests.train.trainers import MODELS, SEQ_LEN, TestBatch, make_trainer, sequences
+from tests.worlds import make_group
+
+NUM_SEQUENCES = 24
+
+
+def _train(me, family, num_steps, dtype=torch.float32):
+    trainer = make_trainer(make_group(me), family, dtype)
+    share = NUM_SEQUENCES // me.world_size
+    figures = []
+    for step in range(1, num_steps + 1):
+        batches = sequences(step, NUM_SEQUENCES)[me.rank * share : (me.rank + 1) * share]
+        result = trainer.step(batches, lr=1e-2)
+        figures.append((result.loss, result.grad_norm, result.num_supervised, result.skipped))
+    return figures
+
+
+def _plain(family: str, num_steps: int) -> list[tuple[float, float]]:
+    """The same training by torch alone, on one process, in one batch: the reference."""
+    model = Transformer(MODELS[family], SEQ_LEN)
+    model.init_weights(seed=7)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    figures = []
+    for step in range(1, num_steps + 1):
+        batches = sequences(step, NUM_SEQUENCES)
+        tokens, labels, positions = (
+            torch.cat([getattr(batch, part) for batch in batches]) for part in ("tokens", "labels", "positions")
+        )
+        boundaries = tuple(batch.boundaries[0] for batch in batches)
+        plan = AttentionPlan.from_boundaries(boundaries, SEQ_LEN, torch.device("cpu"))
+        logits = model(tokens, positions, plan)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        figures.append((loss.item(), norm.item()))
+    return figures
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_give_the_losses_and_norms_of_plain_torch_on_one_process(family, world_size):
+    reference = _plain(family, 10)
+    for figures in run_ranks(_train, world_size, family, 10, timeout_s=120):
+        for (loss, norm, _, skipped), (loss_ref, norm_ref) in zip(figures, reference, strict=True):
+            assert not skipped
+            assert loss == pytest.approx(loss_ref, rel=1e-5)
+            assert norm == pytest.approx(norm_ref, rel=1e-5)
+
+
+def test_bf16_follows_fp32_to_its_rounding():
+    """bf16 has 8 bits of mantissa: a loss of about 4 is off by some 1e-2 after a few steps of equal direction."""
+    bf16 = run_ranks(_train, 2, "llama", 5, torch.bfloat16)[0]
+    for (loss, _, _, _), (loss_ref, _) in zip(bf16, _plain("llama", 5), strict=True):
+        assert loss == pytest.approx(loss_ref, rel=2e-2)
+
+
+def _train_with_bad_steps(me):
+    trainer = make_trainer(make_group(me))
+    results = []
+    for step in range(1, 5):
+        batches = sequences(step, 2)[me.rank : me.rank + 1]
+        if step == 2 and me.rank == 1:
+            with torch.no_grad():
+                keep = trainer.model.norm.weight.clone()
+                trainer.model.norm.weight.fill_(math.nan)
+        if step == 3:
+            batches = [TestBatch(b.tokens, torch.full_like(b.labels, -100), b.positions, b.boundaries) for b in batches]
+        before = trainer.parameters.parameters.clone()
+        results.append(trainer.step(batches, lr=1e-2))
+        if step == 2 and me.rank == 1:
+            with torch.no_grad():
+                trainer.model.norm.weight.copy_(keep)
+        changed = not torch.equal(before, trainer.parameters.parameters)
+        assert step == 2 or changed != results[-1].skipped
+    return [(r.loss, r.skipped, r.num_supervised) for r in results], trainer.parameters.parameters
+
+
+def test_a_step_with_nan_or_without_labels_is_skipped_on_all_ranks_alike():
+    """FC-87, and NaN on one rank only."""
+    (first, weights_0), (second, weights_1) = run_ranks(_train_with_bad_steps, 2)
+    assert [skipped for _, skipped, _ in first] == [False, True, True, False]
+    assert [skipped for _, skipped, _ in second] == [False, True, True, False]
+    assert first[2] == (0.0, True, 0)
+    assert torch.equal(weights_0, weights_1)
+    assert torch.isfinite(weights_0).all()
+
+
+def _train_with_one_rank_unsupervised(me):
+    trainer = make_trainer(make_group(me))
+    batches = sequences(1, 2)
+    batches[1].labels.fill_(-100)
+    result = trainer.step(batches[me.rank :: me.world_size], lr=1e-2)
+    return result.loss, result.grad_norm
+
+
+def test_a_rank_whose_labels_are_all_ignored_changes_nothing():
+    """FC-87: equal to the single-process result."""
+    (alone,) = run_ranks(_train_with_one_rank_unsupervised, 1)
+    for loss, norm in run_ranks(_train_with_one_rank_unsupervised, 2):
+        assert (loss, norm) == (pytest.approx(alone[0], rel=1e-6), pytest.approx(alone[1], rel=1e-5))
+
+
+def test_optimizer_memory_is_shared_out_over_ranks():
+    (alone,) = run_ranks(_moment_bytes, 1)
+    for share in run_ranks(_moment_bytes, 2):
+        assert share <= alone / 2 + 1024
+
+
+def _moment_bytes(me):
+    trainer = make_trainer(make_group(me))
+    return sum(moment.untyped_storage().nbytes() for moment in trainer.optimizer.moments.values())
+
+
+def test_learning_rate_warms_up_then_falls_along_a_cosine():
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+    rates = [learning_rate(step, config, 20) for step in range(1, 26)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a > b for a, b in zip(rates[3:19], rates[4:20], strict=True))
+    assert rates[19:] == [0.1] * 6
+    assert learning_rate(12, config, 20) == pytest.approx(0.55)
+
+
+def test_a_run_that_is_all_warm_up_ends_at_the_full_rate():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(step, config, 4) for step in (1, 4)] == [0.25, 1.0]
+    assert learning_rate(1, OptimizerConfig(lr=1.0), 1) == 0.0
