@@ -1,7 +1,8 @@
 """The node agent: one process a node beside the ranks, in a step of its own, so that it outlives them.
 
 So far it knows the ranks of its node and says when one of their processes is gone. It serves JSON lines on
-an abstract Unix socket and ends on TERM, when told to stop, and when whoever started it is gone.
+an abstract Unix socket and ends on TERM, when told to stop, when its standard input ends, which the driver
+holds open, and when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -54,6 +56,18 @@ class Agent:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._started = time.monotonic()
+
+    def end_with_input(self, descriptor: int = 0) -> None:
+        """Stop when this file ends: the other end is the driver's."""
+
+        def look() -> None:
+            if not os.read(descriptor, 4096):
+                self._selector.unregister(descriptor)
+                self.stop("the driver has ended")
+
+        # A terminal or /dev/null is no driver's end of a pipe, and the second cannot be waited for.
+        if stat.S_ISFIFO(mode := os.fstat(descriptor).st_mode) or stat.S_ISSOCK(mode):
+            self._selector.register(descriptor, selectors.EVENT_READ, look)
 
     def serve(self, parent_is_alive: Callable[[], bool]) -> None:
         """Answer until stopped, or until `parent_is_alive` says no (asked every second)."""
@@ -170,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: agent.stop(signal.Signals(number).name))
+    agent.end_with_input()
     agent.serve(lambda: os.getppid() == parent)
     return 0
 

@@ -32,6 +32,7 @@ def start_child(
     argv: Sequence[str],
     env: Mapping[str, str],
     *,
+    stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     close_fds: bool = True,
@@ -57,7 +58,7 @@ def start_child(
         return subprocess.Popen(
             list(argv),
             env=dict(env),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             close_fds=close_fds,

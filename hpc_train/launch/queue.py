@@ -69,7 +69,13 @@ def past_state(job_id: str) -> str | None:
     return text.splitlines()[0].strip() if text.strip() else None
 
 
-def ask(argv: Sequence[str], *, env: dict[str, str] | None = None, text: str | None = None) -> str:
+def ask(
+    argv: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    text: str = "",
+    timeout_s: float | None = _QUICK_S,
+) -> str:
     """The output of one of Slurm's commands.
 
     Raises:
@@ -80,10 +86,10 @@ def ask(argv: Sequence[str], *, env: dict[str, str] | None = None, text: str | N
         done = subprocess.run(
             list(argv),
             env=env,
-            input=text or "",
+            input=text,
             capture_output=True,
             text=True,
-            timeout=_QUICK_S,
+            timeout=timeout_s,
             check=False,
         )
     except FileNotFoundError as problem:
@@ -91,7 +97,7 @@ def ask(argv: Sequence[str], *, env: dict[str, str] | None = None, text: str | N
             f"{argv[0]} is not on PATH: this machine is no login node of a Slurm cluster, or its module is not loaded"
         ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise LaunchError(f"{argv[0]} gave no answer in {_QUICK_S:.0f} s: {' '.join(argv)}") from problem
+        raise LaunchError(f"{argv[0]} gave no answer in {timeout_s:.0f} s: {' '.join(argv)}") from problem
     if done.returncode != 0 and _GONE not in done.stderr:
         raise LaunchError(f"{argv[0]} refused with exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout if done.returncode == 0 else ""

@@ -139,7 +139,8 @@ def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess
     else:
         argv = steps.agents_argv(nodes, command)
     try:
-        return children.start_child(argv, start.env)
+        # The open pipe tells them that this process lives; srun would pass its end on to all of them.
+        return children.start_child(argv, start.env, stdin=subprocess.PIPE)
     except LaunchError as problem:
         say(f"warning: no node agents: {problem}")
         return None
@@ -148,7 +149,8 @@ def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess
 def _end_agents(agents: subprocess.Popen[bytes] | None) -> None:
     if agents is None:
         return
-    agents.terminate()
+    assert agents.stdin is not None
+    agents.stdin.close()
     try:
         agents.wait(timeout=3.0)
     except subprocess.TimeoutExpired:

@@ -89,6 +89,7 @@ def agents_argv(nodes: Sequence[str], command: Sequence[str]) -> list[str]:
         "--mpi=none",
         "--kill-on-bad-exit=0",
         "--export=ALL",
+        "--input=all",
         "--quiet",
         *command,
     ]

@@ -1,0 +1,60 @@
+"""`hpc-train cancel`: stop a run, by its driver where that is on this machine, else by its Slurm job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from hpc_train.errors import ConfigError, LaunchError
+from hpc_train.launch.find_run import Run, find_run
+from hpc_train.launch.queue import ask, job_is_live
+from hpc_train.launch.run_folder import Owner, start_ticks
+
+_PATIENCE_S = 30.0
+
+
+def cancel_command(options: Namespace) -> int:
+    """Carry out `cancel`."""
+    run = find_run(options.run, Path(options.runs_dir))
+    print(cancel(run))
+    return 0
+
+
+def cancel(run: Run) -> str:
+    """Stop a run and say what was done.
+
+    Raises:
+        ConfigError: there is nothing that could be stopped.
+        LaunchError: it cannot be reached from here, or does not end.
+    """
+    owner = run.owner
+    if owner is not None and owner.host == socket.gethostname() and start_ticks(owner.pid) == owner.start_ticks:
+        _terminate(owner)
+        return f"stopped the driver of {run.folder}, process {owner.pid}"
+    if run.job_id is not None and job_is_live(run.job_id):
+        ask(["scancel", run.job_id])
+        return f"cancelled job {run.job_id} of {run.folder}"
+    if owner is not None and run.driver_is_live() is None:
+        raise LaunchError(f"the driver of {run.folder} is on {owner.host}; cancel it there ({owner.describe()})")
+    raise ConfigError(f"{run.folder} is not running: no driver claims it and no job of it is in the queue")
+
+
+def _terminate(owner: Owner) -> None:
+    """TERM by a file descriptor of the process, so that no other process of the same id can get it."""
+    descriptor = os.pidfd_open(owner.pid)
+    try:
+        if start_ticks(owner.pid) == owner.start_ticks:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(descriptor)
+    deadline = time.monotonic() + _PATIENCE_S
+    while start_ticks(owner.pid) == owner.start_ticks:
+        if time.monotonic() > deadline:
+            raise LaunchError(f"process {owner.pid} got TERM but still runs after {_PATIENCE_S:.0f} s; see its log")
+        time.sleep(0.1)

@@ -1,0 +1,149 @@
+"""`hpc-train status`: what runs are doing, from their folders and from Slurm's queue."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import LaunchError
+from hpc_train.launch.find_run import Run, all_runs, find_run
+from hpc_train.launch.queue import QueuedJob, has_slurm, list_jobs, past_state
+from hpc_train.launch.run_folder import OUTCOME_FILE, read_attempts, read_json
+
+_TAIL_BYTES = 16384
+_COLUMNS = ("RUN", "JOB", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "NOTE")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What is known of a run. state: pending, running, done, failed, stopped, ended (without a record)."""
+
+    run_dir: str
+    name: str
+    job_id: str | None
+    state: str
+    attempt: int
+    step: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    exit_code: int | None
+    note: str
+
+
+def status_command(options: Namespace) -> int:
+    """Carry out `status`."""
+    if options.run:
+        runs = [find_run(options.run, Path(options.runs_dir))]
+    else:
+        runs = list(all_runs(Path(options.runs_dir)))
+    queue = _queue()
+    statuses = [status_of(run, queue, ask_accounts=bool(options.run)) for run in runs]
+    if options.json:
+        print(json.dumps([asdict(status) for status in statuses], indent=1))
+    elif not statuses:
+        print(f"no runs in {Path(options.runs_dir).absolute()}")
+    elif options.run:
+        print(describe(statuses[0]))
+    else:
+        print(table(statuses))
+    return 0
+
+
+def status_of(run: Run, queue: dict[str, QueuedJob] | None, *, ask_accounts: bool) -> RunStatus:
+    """Put folder and queue together. queue None: Slurm cannot be asked."""
+    outcome = read_json(run.folder / OUTCOME_FILE) or {}
+    metrics = last_metrics(run.folder / "metrics.jsonl")
+    state, note = _state(run, queue, outcome, ask_accounts)
+    is_over = state not in ("running", "pending")
+    return RunStatus(
+        run_dir=str(run.folder),
+        name=run.name,
+        job_id=run.job_id,
+        state=state,
+        attempt=len(read_attempts(run.folder)),
+        step=metrics.get("step"),
+        loss=metrics.get("loss"),
+        tokens_per_s=None if is_over else metrics.get("tokens_per_s"),
+        exit_code=outcome.get("exit_code") if is_over else None,
+        note=note,
+    )
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The newest whole line with a step of a metrics file; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record and "loss" in record:
+            return record
+    return {}
+
+
+def describe(status: RunStatus) -> str:
+    """One run on several lines."""
+    rows = [("run", status.run_dir), ("state", status.state), ("job", status.job_id or "-")]
+    rows += [("attempt", str(status.attempt)), ("step", _text(status.step)), ("loss", _text(status.loss))]
+    rows += [("tokens/s", _text(status.tokens_per_s)), ("exit code", _text(status.exit_code)), ("note", status.note)]
+    return "\n".join(f"{name:10} {value}" for name, value in rows if value)
+
+
+def table(statuses: list[RunStatus]) -> str:
+    """A line a run."""
+    rows = [list(_COLUMNS)]
+    for status in statuses:
+        numbers = [_text(status.step), _text(status.loss), _text(status.tokens_per_s)]
+        name = f"{status.name}/{Path(status.run_dir).name}"
+        rows.append([name, status.job_id or "-", status.state, str(status.attempt), *numbers, status.note])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    )
+
+
+def _state(
+    run: Run, queue: dict[str, QueuedJob] | None, outcome: dict[str, Any], ask_accounts: bool
+) -> tuple[str, str]:
+    job = queue.get(run.job_id) if queue is not None and run.job_id else None
+    if run.owner is not None:
+        live = run.driver_is_live() if job is None else True
+        if live is None:
+            return "running", f"as far as {run.owner.host} says, which cannot be asked from here"
+        if live:
+            return "running", f"{run.owner.describe()}{f'; {job.elapsed} of {job.limit}' if job else ''}"
+        return "ended", f"its driver is gone without a word: {run.owner.describe()}"
+    if job is not None and job.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"):
+        return "pending", f"{job.state} {job.reason}"
+    if outcome:
+        return str(outcome.get("outcome")), str(outcome.get("reason", "")).partition("\n")[0]
+    if job is not None:
+        return "running", f"{job.state}; it has not claimed its folder yet"
+    past = past_state(run.job_id) if ask_accounts and run.job_id and has_slurm() else None
+    return "ended", f"job {run.job_id} is {past}" if past else "never started, or removed from the queue"
+
+
+def _queue() -> dict[str, QueuedJob] | None:
+    if not has_slurm():
+        return None
+    try:
+        return {job.job_id: job for job in list_jobs(["--me"])}
+    except LaunchError:
+        return None
+
+
+def _text(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
