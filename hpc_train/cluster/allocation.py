@@ -65,15 +65,12 @@ def allocation_from_job(
         tasks, source = job.tasks_per_node, "SLURM_TASKS_PER_NODE, one rank a node"
     else:
         raise LaunchError(
-            f"Job {job.job_id} has {job.num_nodes} nodes, but SLURM_NTASKS is not set, so the number of "
-            "ranks is "
-            "unknown. Give it with -n or --ntasks-per-node."
+            f"Job {job.job_id} has {job.num_nodes} nodes, but its number of ranks is unknown: SLURM_NTASKS is not set, "
+            "or is that of an interactive step. Give it with -n or --ntasks-per-node."
         )
     short = [f"{node} ({n} ranks, {g} GPUs)" for node, n, g in zip(nodes, tasks, gpus, strict=True) if g > n]
     if short:
-        warnings.append(
-            f"GPUs stay idle on {', '.join(short[:4])}: one rank uses one GPU. Ask for more ranks."
-        )
+        warnings.append(f"GPUs stay idle on {', '.join(short[:4])}: one rank uses one GPU. Ask for more ranks.")
     return Allocation(nodes, tasks, gpus, job.job_id, source, tuple(warnings))
 
 
@@ -126,15 +123,13 @@ def _counted(job: JobFacts, num_tasks: int, warnings: list[str]) -> tuple[tuple[
         return job.tasks_per_node, "SLURM_NTASKS and SLURM_TASKS_PER_NODE"
     if total is not None and total < num_tasks:
         raise LaunchError(
-            f"SLURM_NTASKS={num_tasks}, but SLURM_TASKS_PER_NODE adds up to {total} on {job.num_nodes} "
-            "nodes: the "
+            f"SLURM_NTASKS={num_tasks}, but SLURM_TASKS_PER_NODE adds up to {total} on {job.num_nodes} nodes: the "
             "count was inherited from another job, or changed. Give -n, and submit from a clean environment."
         )
     if total is not None or per_node_total is not None:
         warnings.append(
             f"SLURM_NTASKS={num_tasks} tasks on {job.num_nodes} nodes, but the per-node request makes "
-            f"{per_node_total or total}. {num_tasks} ranks are started; give -n or --ntasks-per-node for "
-            "another "
+            f"{per_node_total or total}. {num_tasks} ranks are started; give -n or --ntasks-per-node for another "
             "number."
         )
     if total == num_tasks and job.tasks_per_node is not None:
@@ -164,8 +159,7 @@ def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
         if job.num_nodes == 1:
             return (here,)
         warnings.append(
-            f"SLURM_GPUS={total} over {job.num_nodes} nodes and {here} on this one: how many each node "
-            "has is not "
+            f"SLURM_GPUS={total} over {job.num_nodes} nodes and {here} on this one: how many each node has is not "
             "in the environment (`scontrol show job -d` tells). Ask with --gpus-per-node."
         )
         return (0,) * job.num_nodes
@@ -174,6 +168,4 @@ def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
 
 def _request(text: str) -> int:
     """Count a GPU request as in --gpus-per-node: `4`, `a100:4`, `a100:2,h100:2`."""
-    return sum(
-        int(part.rpartition(":")[2]) if part.rpartition(":")[2].isdecimal() else 1 for part in text.split(",")
-    )
+    return sum(int(part.rpartition(":")[2]) if part.rpartition(":")[2].isdecimal() else 1 for part in text.split(","))

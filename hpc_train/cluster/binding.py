@@ -130,8 +130,7 @@ def nearest_nic(machine: Machine, gpu_index: int) -> Nic | None:
     rivals = [
         index
         for index, other in enumerate(machine.gpus)
-        if [nic for nic in active if _nearness(other, nic) == max(_nearness(other, card) for card in active)]
-        == nearest
+        if [nic for nic in active if _nearness(other, nic) == max(_nearness(other, card) for card in active)] == nearest
     ]
     return nearest[rivals.index(gpu_index) % len(nearest)]
 
@@ -150,8 +149,7 @@ def affinity_warning(granted: Collection[int], cpus_per_task: int | None, num_wo
     else:
         return None
     return (
-        f"this rank may run on {num_cores} cores only, but {problem}. Repeat --cpus-per-task on the srun "
-        "line "
+        f"this rank may run on {num_cores} cores only, but {problem}. Repeat --cpus-per-task on the srun line "
         "(since Slurm 22.05 it is not inherited from sbatch), or lower the number of workers."
     )
 
@@ -174,10 +172,7 @@ def format_table(bindings: Sequence[Binding], host: str, ranks: Sequence[int] | 
         for index, binding in enumerate(bindings)
     ]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -78,8 +78,7 @@ def choose_device(
     if count < tasks:
         shown = "" if listed is None else f" (CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']})"
         raise LaunchError(
-            f"{tasks} tasks on this node, but {count} GPUs are visible{shown}, and one rank needs one "
-            "GPU. Use "
+            f"{tasks} tasks on this node, but {count} GPUs are visible{shown}, and one rank needs one GPU. Use "
             f"--ntasks-per-node={count}, or allocate {tasks} GPUs a node and start with --gpu-bind=none."
         )
     return DeviceChoice(local_id, "all visible")
@@ -124,13 +123,11 @@ def _choose_unlisted(env: Mapping[str, str], local_id: int, tasks: int, count: i
     if len(owned) < tasks or not all(item.isdecimal() and int(item) < count for item in owned):
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES is not set inside a job, {name}={env[name]}, {count} GPUs are visible and "
-            f"{tasks} tasks run here: which GPUs are this job's is not clear. Start with srun, which sets "
-            "the list, "
+            f"{tasks} tasks run here: which GPUs are this job's is not clear. Start with srun, which sets the list, "
             "or set CUDA_VISIBLE_DEVICES to the GPUs that `scontrol show job -d JOB` names (IDX)."
         )
     warning = (
-        f"CUDA_VISIBLE_DEVICES is not set inside a job, so all {count} GPUs of the node are visible, also "
-        "other "
+        f"CUDA_VISIBLE_DEVICES is not set inside a job, so all {count} GPUs of the node are visible, also other "
         f"people's; the job's own are taken from {name}={env[name]}. Start with srun, which sets the list."
     )
     return DeviceChoice(int(owned[local_id]), "unlisted", warning if local_id == 0 else None)

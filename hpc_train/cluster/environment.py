@@ -16,7 +16,7 @@ from hpc_train.cluster.slurm import StepFacts
 from hpc_train.errors import LaunchError
 
 _LAUNCHER_PREFIXES = (
-    "SLURM_", "SLURMD_", "SBATCH_", "SALLOC_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "OMPI_", "PRTE_", "PRRTE_",
+    "SLURM_", "SLURMD_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "OMPI_", "PRTE_", "PRRTE_",
     "MV2_COMM_WORLD_", "MPI_LOCAL", "PALS_", "HYDRA_", "HYDI_", "FLUX_", "TORCHELASTIC_", "HPC_TRAIN_",
 )  # fmt: skip
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}
@@ -24,6 +24,14 @@ _TORCHRUN_VARIABLES = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
+# Set by Slurm in a job, under names that are not its own.
+_SET_BY_SLURM = {
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ENVIRONMENT",
+}
 # A user's or a site's own parameters for MPI, which are no trace of a launcher until one has run.
 _MPI_PARAMETERS = re.compile(r"(OMPI|PRTE|PMIX)_MCA_.*")
 _JOB_SWITCHES = {"HPC_TRAIN_ROOT", "HPC_TRAIN_REQUIRE"}
@@ -67,16 +75,18 @@ def scrubbed_for_submission(env: Mapping[str, str]) -> dict[str, str]:
     script look like a step. SLURM_CONF and the choice of a cluster stay. Parameters of Open MPI
     (OMPI_MCA_*) stay unless mpirun or srun started this process, which may have set them.
     """
-    launched = any(
-        env.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")
-    )
-    is_rank = bool(env.get("RANK") or env.get("LOCAL_RANK"))
+    launched = any(env.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID"))
+    removed = set()
+    if env.get("RANK") or env.get("LOCAL_RANK"):
+        removed |= _TORCHRUN_VARIABLES
+    if env.get("SLURM_JOB_ID"):
+        removed |= _SET_BY_SLURM
     return {
         name: value
         for name, value in env.items()
         if name in _KEPT | _JOB_SWITCHES
         or (_MPI_PARAMETERS.fullmatch(name) and not launched)
-        or not (name.startswith(_LAUNCHER_PREFIXES) or (is_rank and name in _TORCHRUN_VARIABLES))
+        or not (name.startswith(_LAUNCHER_PREFIXES) or name in removed)
     }
 
 
@@ -126,9 +136,7 @@ def training_defaults(
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ought to be equal on all ranks."""
-    return {
-        name: env[name] for name in sorted(env) if _RELEVANT.fullmatch(name) and not _PER_RANK.fullmatch(name)
-    }
+    return {name: env[name] for name in sorted(env) if _RELEVANT.fullmatch(name) and not _PER_RANK.fullmatch(name)}
 
 
 def relevant_hash(env: Mapping[str, str]) -> str:
@@ -164,9 +172,8 @@ def export_argument(variables: Mapping[str, str]) -> str:
             raise LaunchError(f"{name!r} cannot be the name of an environment variable.")
         if re.search(r"[,\n\0'\"]", value):
             raise LaunchError(
-                f"{name}={value!r} cannot be passed by --export, which splits at commas and does not keep "
-                "line "
-                f"ends or quotes. Write `export {name}=...` into the script: --export=ALL passes it on."
+                f"{name}={value!r} cannot be passed by --export, which splits at commas and does not keep line ends "
+                f"or quotes. Write `export {name}=...` into the script: --export=ALL passes it on."
             )
     return ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
 
@@ -201,8 +208,4 @@ def mpi_param_files(env: Mapping[str, str], prefix: str) -> tuple[Path, ...]:
 
 def _few(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:4])
-    return (
-        f"rank {shown}"
-        if len(ranks) == 1
-        else f"{len(ranks)} ranks ({shown}{', ...' if len(ranks) > 4 else ''})"
-    )
+    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown}{', ...' if len(ranks) > 4 else ''})"

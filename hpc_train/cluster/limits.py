@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -79,8 +78,7 @@ def require_free_bytes(
         )
     if stats.f_files > 0 and stats.f_favail < num_files:
         raise error(
-            f"{what} needs {num_files} files, but {folder} has {stats.f_favail} inodes left. Delete "
-            "files, or "
+            f"{what} needs {num_files} files, but {folder} has {stats.f_favail} inodes left. Delete files, or "
             "choose another folder."
         )
 
@@ -91,6 +89,8 @@ def require_writable(path: Path, what: str, error: type[HpcTrainError], *, num_b
     Raises:
         error: It cannot be written there.
     """
+    import tempfile
+
     folder = _existing_parent(path)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpc_train-trial-") as trial:
@@ -100,9 +100,8 @@ def require_writable(path: Path, what: str, error: type[HpcTrainError], *, num_b
     except OSError as problem:
         why = _FULL.get(problem.errno or 0, str(problem))
         raise error(
-            f"{what} cannot be written to {folder}: a trial file of {num_bytes} bytes failed, {why}. Make "
-            "room, "
-            "or choose another folder (`quota` and `df -i` show limits that `df` does not)."
+            f"{what} cannot be written to {folder}: a trial file of {num_bytes} bytes failed, {why}. Make room, or "
+            "choose another folder (`quota` and `df -i` show limits that `df` does not)."
         ) from problem
 
 

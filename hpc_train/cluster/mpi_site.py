@@ -24,8 +24,8 @@ _SYSTEM_FOLDERS = (
     "/usr/lib",
 )
 _OPEN_MPI = re.compile(rb"(?:Open MPI v|openmpi-|Open MPI \S+ \S+ MCA component version )([0-9]+)\.")
-_INTEL = re.compile(rb"Intel\(R\) MPI Library")
-_MPICH = re.compile(rb"MPICH (?:Version|Custom Information|%s)|CRAY MPICH|MVAPICH2? Version")
+_MPICH_MARKS = (b"MPICH Version", b"MPICH Custom Information", b"MPICH %s", b"CRAY MPICH", b"MVAPICH Version")
+_INTEL_MARK = b"Intel(R) MPI Library"
 # cited: Open MPI's VERSION files: 4.1 is libmpi.so.40.30, 5.0 is libmpi.so.40.40.
 _OPEN_MPI_5_REVISION = 40
 
@@ -73,8 +73,7 @@ def choose_mpi(
     if override is not None:
         if override not in plugins:
             raise LaunchError(
-                f"launch.mpi={override} was asked for, but `srun --mpi=list` offers {offered}. Choose one "
-                "of those."
+                f"launch.mpi={override} was asked for, but `srun --mpi=list` offers {offered}. Choose one of those."
             )
         return override, "as asked"
     if library == "unknown":
@@ -83,8 +82,7 @@ def choose_mpi(
         fitting = [name for name in ("pmix", "cray_shasta", "pmi2") if name in plugins]
         if not fitting:
             raise LaunchError(
-                f"`srun --mpi=list` offers {offered}: no plugin that could connect the ranks of an MPI "
-                "library. "
+                f"`srun --mpi=list` offers {offered}: no plugin that could connect the ranks of an MPI library. "
                 "Choose one with launch.mpi=NAME, or ask the site how MPI programs are started."
             )
         return fitting[0], "the first that is offered, since neither library nor site default are known"
@@ -100,10 +98,8 @@ def choose_mpi(
         if versions:
             return versions[0], f"{_SPOKEN[library]} needs it"
     raise LaunchError(
-        f"{_SPOKEN[library]} needs one of {', '.join(wanted)}, but `srun --mpi=list` offers {offered}: "
-        "every task "
-        "would be a world of its own. Load the site's own MPI module and set MPI4PY_LIBMPI to its "
-        "libmpi.so, or "
+        f"{_SPOKEN[library]} needs one of {', '.join(wanted)}, but `srun --mpi=list` offers {offered}: every task "
+        "would be a world of its own. Load the site's own MPI module and set MPI4PY_LIBMPI to its libmpi.so, or "
         "ask the site for that plugin."
     )
 
@@ -164,12 +160,13 @@ def _kind(path: Path) -> str:
     """Tell brand and version by the text that every build carries; the file's name gives neither."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if match := _OPEN_MPI.search(content):
-                return "openmpi5" if int(match.group(1)) >= 5 else "openmpi4"
             if content.find(b"ompi_mpi_comm_self") >= 0:
+                if match := _OPEN_MPI.search(content):
+                    return "openmpi5" if int(match.group(1)) >= 5 else "openmpi4"
                 revision = re.search(r"\.so\.40\.([0-9]+)", path.resolve().name)
                 is_old = revision is not None and int(revision.group(1)) < _OPEN_MPI_5_REVISION
                 return "openmpi4" if is_old else "openmpi5"
-            return "mpich" if _MPICH.search(content) and not _INTEL.search(content) else "unknown"
+            is_mpich = any(content.find(mark) >= 0 for mark in _MPICH_MARKS)
+            return "mpich" if is_mpich and content.find(_INTEL_MARK) < 0 else "unknown"
     except (OSError, ValueError):
         return "unknown"

@@ -71,9 +71,7 @@ def match_interfaces(pattern: str, names: Sequence[str]) -> tuple[str, ...]:
     if not wanted:
         return tuple(names)
     return tuple(
-        name
-        for name in names
-        if any(name == item if exact else name.startswith(item) for item in wanted) != exclude
+        name for name in names if any(name == item if exact else name.startswith(item) for item in wanted) != exclude
     )
 
 
@@ -116,10 +114,8 @@ def advertised_address(
         ) from error
     if num_nodes > 1 and _is_loopback(address):
         raise LaunchError(
-            f"The host name {name} resolves to {address} on its own node, which the other {num_nodes - 1} "
-            "nodes "
-            f"cannot reach. Most often a line `{address} {name}` in /etc/hosts is the cause: remove the "
-            "name from "
+            f"The host name {name} resolves to {address} on its own node, which the other {num_nodes - 1} nodes "
+            f"cannot reach. Most often a line `{address} {name}` in /etc/hosts is the cause: remove the name from "
             "it, or name the interface with launch.interface=NAME."
         )
     return address
@@ -164,8 +160,7 @@ def common_interfaces(
         labels = hosts if hosts is not None else [f"node {index}" for index in range(len(tables))]
         seen = "; ".join(f"{label}: {_describe(table)}" for label, table in zip(labels, tables, strict=True))
         raise LaunchError(
-            f"No network of rank 0's node is there on all {len(tables)} nodes ({seen}). Name the "
-            "interface with "
+            f"No network of rank 0's node is there on all {len(tables)} nodes ({seen}). Name the interface with "
             "launch.interface=NAME if the networks are routed to each other."
         )
     return tuple(found)
@@ -175,8 +170,7 @@ def _address_of(pattern: str, num_nodes: int, interfaces: Mapping[str, Interface
     matched = [interfaces[name] for name in match_interfaces(pattern, list(interfaces))]
     if not matched:
         raise LaunchError(
-            f"launch.interface={pattern} matches no interface of this node, which has "
-            f"{_describe(interfaces)}. "
+            f"launch.interface={pattern} matches no interface of this node, which has {_describe(interfaces)}. "
             "Names are matched by prefix; `=NAME` is exact and `^NAME` excludes."
         )
     usable = [
@@ -186,10 +180,8 @@ def _address_of(pattern: str, num_nodes: int, interfaces: Mapping[str, Interface
     ]
     if not usable:
         raise LaunchError(
-            f"launch.interface={pattern} matches {', '.join(item.name for item in matched)}, but none of "
-            "these has "
-            f"an IPv4 address that {num_nodes} nodes can use (down, without address, or loopback). This "
-            "node has "
+            f"launch.interface={pattern} matches {', '.join(item.name for item in matched)}, but none of these has "
+            f"an IPv4 address that {num_nodes} nodes can use (down, without address, or loopback). This node has "
             f"{_describe(interfaces)}."
         )
     return usable[0]

@@ -250,9 +250,7 @@ def _found_outside_steps(env: Mapping[str, str], process: ProcessFacts) -> Found
     no_step = "SLURM_STEP_ID is another job's, inherited" if stale else "there is no step"
     is_batch = "SLURM_PROCID" in env and not is_pseudo_step(env)
     if process.held_by is not None:
-        is_batch = process.held_by.startswith(f"{job.job_id}.") and process.held_by.endswith(
-            (".batch", ".4294967291")
-        )
+        is_batch = process.held_by.startswith(f"{job.job_id}.") and process.held_by.endswith((".batch", ".4294967291"))
     if is_batch:
         return Found(
             Situation.BATCH_SHELL,
@@ -267,9 +265,7 @@ def _found_outside_steps(env: Mapping[str, str], process: ProcessFacts) -> Found
 def _whole(env: Mapping[str, str], name: str) -> int:
     text = env[name]
     if not (text.isascii() and text.isdecimal()):
-        raise LaunchError(
-            f"{name}={text!r} is not a whole number. A launcher sets it: unset it, or set a number."
-        )
+        raise LaunchError(f"{name}={text!r} is not a whole number. A launcher sets it: unset it, or set a number.")
     return int(text)
 
 

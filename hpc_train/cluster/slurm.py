@@ -108,9 +108,7 @@ def read_job(env: Mapping[str, str], process: ProcessFacts = UNKNOWN_PROCESS) ->
         return None
     missing = [name for name in JOB_VARIABLES if not env.get(name)]
     if missing:
-        present = ", ".join(
-            f"{name}={env[name]}" for name in (*JOB_VARIABLES, "SLURM_STEP_ID") if env.get(name)
-        )
+        present = ", ".join(f"{name}={env[name]}" for name in (*JOB_VARIABLES, "SLURM_STEP_ID") if env.get(name))
         raise LaunchError(
             f"{present} is set, but {' and '.join(missing)} is not: only a part of the job's variables "
             "reached this process, as in an ssh session on its node. Start inside the job, with srun "
@@ -257,9 +255,7 @@ def _parse_step(env: Mapping[str, str]) -> StepFacts:
 def _check_step(env: Mapping[str, str], step: StepFacts) -> None:
     total = sum(step.tasks_per_node)
     if step.num_tasks != total:
-        raise _contradiction(
-            env, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", f"adds up to {total} tasks"
-        )
+        raise _contradiction(env, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", f"adds up to {total} tasks")
     if env.get("SLURM_STEPID", env["SLURM_STEP_ID"]) != env["SLURM_STEP_ID"]:
         raise _contradiction(env, "SLURM_STEP_ID", "SLURM_STEPID", "is another step")
     if step.rank >= step.num_tasks:
@@ -283,9 +279,7 @@ def _check_step(env: Mapping[str, str], step: StepFacts) -> None:
         raise _contradiction(env, "SLURM_PROCID", "SLURM_GTIDS", "lists other ranks for this node")
     job_nodes = env.get("SLURM_JOB_NODELIST")
     if job_nodes and not set(step.nodes) <= set(expand_hostlist(job_nodes)):
-        raise _contradiction(
-            env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "does not hold all of the step's nodes"
-        )
+        raise _contradiction(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "does not hold all of the step's nodes")
 
 
 def _refuse_heterogeneous(env: Mapping[str, str]) -> None:

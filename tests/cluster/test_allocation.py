@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_train.cluster.allocation import allocation_from_job, allocation_local, gpus_from_scontrol
+from hpc_train.cluster.slurm import JobFacts, read_job
+from hpc_train.errors import LaunchError
+from tests.cluster.recorded import DATA, recorded
+
+RECORDED = recorded()
+
+
+def job(name: str) -> JobFacts:
+    facts = read_job(*RECORDED[name])
+    assert facts is not None
+    return facts
+
+
+def plain_job(num_nodes: int = 4, **changes: object) -> JobFacts:
+    nodes = tuple(f"n{index}" for index in range(1, num_nodes + 1))
+    facts = replace(job("salloc.x"), nodes=nodes, num_nodes=num_nodes, tasks_per_node=(1,) * num_nodes)
+    return replace(facts, **changes)  # type: ignore[arg-type]
+
+
+def test_a_jobs_own_counts_are_taken_as_they_are() -> None:
+    found = allocation_from_job(job("batch.0"))
+    assert (found.nodes, found.tasks_per_node, found.job_id) == (("n1", "n2"), (2, 2), "22")
+    assert found.warnings == ()
+
+
+def test_a_per_node_list_that_adds_up_to_more_than_the_tasks_is_a_request() -> None:
+    """FC-41: 9 tasks, `4(x4)`."""
+    found = allocation_from_job(job("batch_9_of_16.0"))
+    assert found.tasks_per_node == (3, 2, 2, 2)
+    assert "SLURM_NTASKS=9 tasks on 4 nodes" in found.warnings[0] and "16" in found.warnings[0]
+
+
+def test_one_task_with_two_a_node_asked_says_all_three_numbers() -> None:
+    """FC-41: --nodes=1 --ntasks=1 --ntasks-per-node=2"""
+    found = allocation_from_job(job("batch_1_of_2.0"))
+    assert found.tasks_per_node == (1,)
+    assert "SLURM_NTASKS=1 tasks on 1 nodes" in found.warnings[0] and "makes 2" in found.warnings[0]
+
+
+def test_more_tasks_than_the_per_node_request_allows_are_refused() -> None:
+    """FC-41"""
+    with pytest.raises(LaunchError, match=r"SLURM_NTASKS=9.*=2 on 4 nodes allows 8"):
+        allocation_from_job(plain_job(num_tasks=9, tasks_per_node=None, tasks_per_node_asked=2))
+
+
+def test_a_count_inherited_from_another_job_is_refused() -> None:
+    """FC-24: the submitting step had 4 tasks, the new job has one node and one task."""
+    with pytest.raises(LaunchError, match="SLURM_NTASKS=4, but SLURM_TASKS_PER_NODE adds up to 1"):
+        allocation_from_job(job("nested.0"))
+    assert allocation_from_job(job("nested.0"), num_tasks=1).tasks_per_node == (1,)
+
+
+def test_under_exclusive_the_list_counts_cores_so_gpus_decide() -> None:
+    facts = job("batch_exclusive_gpus.0")
+    assert (facts.num_tasks, facts.tasks_per_node) == (None, (8, 8))
+    assert allocation_from_job(facts).tasks_per_node == (4, 4)
+    with pytest.raises(LaunchError, match="SLURM_NTASKS is not set"):
+        allocation_from_job(replace(facts, gpus_on_node=None, job_gpus=None))
+
+
+def test_one_task_a_node_is_taken_where_nothing_else_is_known() -> None:
+    assert allocation_from_job(job("salloc.x")).tasks_per_node == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "tasks_per_node", "layout"),
+    [
+        (8, None, (2, 2, 2, 2)),
+        (7, None, (2, 2, 2, 1)),
+        (4, None, (1, 1, 1, 1)),
+        (2, None, (1, 1)),
+        (None, 3, (3, 3, 3, 3)),
+        (8, 2, (2, 2, 2, 2)),
+    ],
+)
+def test_the_users_numbers_come_first(
+    num_tasks: int | None, tasks_per_node: int | None, layout: tuple[int, ...]
+) -> None:
+    found = allocation_from_job(plain_job(num_tasks=16), num_tasks, tasks_per_node)
+    assert found.tasks_per_node == layout
+    assert len(found.nodes) == len(found.gpus_per_node) == len(layout)
+    assert bool(found.warnings) == (len(layout) < 4)
+
+
+@pytest.mark.parametrize(("num_tasks", "tasks_per_node"), [(8, 3), (0, None), (None, 0)])
+def test_users_numbers_that_contradict_each_other_are_refused(
+    num_tasks: int | None, tasks_per_node: int | None
+) -> None:
+    with pytest.raises(LaunchError):
+        allocation_from_job(plain_job(), num_tasks, tasks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({"gpus_per_node": "8"}, (8,) * 4),
+        ({"gpus_per_node": "a100:2"}, (2,) * 4),
+        ({"gpus_per_node": "a100:2,h100:2"}, (4,) * 4),
+        ({"gpus_on_node": 3}, (3,) * 4),
+        ({"job_gpus": "0,5"}, (2,) * 4),
+        ({"gpus_on_node": 2, "num_gpus": "8"}, (2,) * 4),
+        ({}, (0,) * 4),
+    ],
+)
+def test_gpus_of_each_node_come_from_the_request_or_this_node(
+    changes: dict[str, object], gpus: tuple[int, ...]
+) -> None:
+    assert allocation_from_job(plain_job(**changes), num_tasks=32).gpus_per_node == gpus
+
+
+def test_gpus_asked_for_in_all_are_not_guessed_for_other_nodes() -> None:
+    """--gpus=3 on two nodes: two here, one there; `scontrol show job -d` tells."""
+    facts = job("batch_total_gpus.0")
+    found = allocation_from_job(facts)
+    assert found.gpus_per_node == (0, 0) and "SLURM_GPUS=3" in found.warnings[0]
+    real = gpus_from_scontrol((DATA / "scontrol_show_job.txt").read_text(), facts.nodes)
+    assert real == (2, 1)
+    assert allocation_from_job(facts, gpus_per_node=real).tasks_per_node == (2, 1)
+
+
+def test_idle_gpus_are_told() -> None:
+    found = allocation_from_job(plain_job(gpus_per_node="8"), num_tasks=16)
+    assert "n1 (4 ranks, 8 GPUs)" in found.warnings[0]
+
+
+def test_one_machine_is_an_allocation_of_one_node() -> None:
+    found = allocation_local(4, "here")
+    assert (found.nodes, found.tasks_per_node, found.job_id, found.num_tasks) == (("here",), (4,), None, 4)
+    with pytest.raises(LaunchError):
+        allocation_local(0, "here")

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster import limits
+from hpc_train.cluster.limits import UNKNOWN, Unknown, parse_time_limit, require_free_bytes, require_writable
+from hpc_train.errors import CheckpointError, ConfigError
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("90", 90 * MINUTE),
+        ("90:30", 91 * MINUTE),
+        ("1:30:00", 90 * MINUTE),
+        ("1-2", DAY + 2 * HOUR),
+        ("1-02:03", DAY + 2 * HOUR + 3 * MINUTE),
+        ("1-02:03:04", DAY + 2 * HOUR + 4 * MINUTE),
+        ("3-0:00", 3 * DAY),
+        ("0:30", MINUTE),
+        ("0", None),
+        ("UNLIMITED", None),
+        ("infinite", None),
+        ("Partition_Limit", UNKNOWN),
+        ("INVALID", UNKNOWN),
+        ("Unknown", UNKNOWN),
+        ("", UNKNOWN),
+        ("1:2:3:4", UNKNOWN),
+        ("-5", UNKNOWN),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, limit: int | Unknown | None) -> None:
+    """FC-34"""
+    assert parse_time_limit(text) is limit or parse_time_limit(text) == limit
+
+
+def statvfs(free_bytes: int, free_files: int, files: int = 100) -> os.statvfs_result:
+    return os.statvfs_result((4096, 1, 1, 1, free_bytes, files, free_files, free_files, 0, 255))
+
+
+def test_too_few_free_bytes_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    """FC-64: 1 GB free, 3 GB needed."""
+    with pytest.raises(CheckpointError, match=r"the checkpoint needs 3.00 GiB, but .* has 1.00 GiB free"):
+        require_free_bytes(
+            tmp_path / "not/yet/there",
+            3 << 30,
+            "the checkpoint",
+            CheckpointError,
+            statvfs=lambda path: statvfs(1 << 30, 100),
+        )
+
+
+def test_too_few_inodes_are_refused_while_bytes_are_free(tmp_path: Path) -> None:
+    """FC-64"""
+
+    def check(files: int) -> None:
+        require_free_bytes(
+            tmp_path, 1, "the run folder", ConfigError, num_files=8, statvfs=lambda _: statvfs(1 << 40, 3, files)
+        )
+
+    with pytest.raises(ConfigError, match=r"needs 8 files, but .* has 3 inodes"):
+        check(100)
+    check(0)  # a file system that does not count inodes
+
+
+def test_enough_room_is_accepted(tmp_path: Path) -> None:
+    require_free_bytes(tmp_path / "new" / "folder", 1, "x", ConfigError, num_files=1)
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "quota is used up")])
+def test_a_trial_file_finds_a_spent_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    """FC-64"""
+
+    def fsync(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(limits.os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=words):
+        require_writable(tmp_path / "new", "the checkpoint", CheckpointError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_file_leaves_nothing(tmp_path: Path) -> None:
+    require_writable(tmp_path, "the checkpoint", CheckpointError)
+    assert list(tmp_path.iterdir()) == []
