@@ -36,14 +36,6 @@ fi
 say "installing ${missing[*]} (apt-get, without recommended packages)"
 export DEBIAN_FRONTEND=noninteractive
 quiet=(-qq -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300)
-# Installing a daemon's package starts the daemon where an init system runs. Ours are started by the test
-# cluster with its own configuration, so those that come with the packages are kept from starting.
-policy=/usr/sbin/policy-rc.d
-if [[ ! -e $policy ]]; then
-    printf '#!/bin/sh\nexit 101\n' >"$policy"
-    chmod 755 "$policy"
-    trap 'rm -f "$policy"' EXIT
-fi
 apt-get "${quiet[@]}" update
 apt-get "${quiet[@]}" install --yes --no-install-recommends "${missing[@]}"
 say "installed: ${missing[*]}"

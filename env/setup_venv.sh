@@ -36,8 +36,34 @@ while (($#)); do
         *) usage >&2 && die "unknown argument: $1" ;;
     esac
 done
+for extra in ${extras//,/ }; do
+    # The names in setup.cfg's list of extras begin its unindented lines.
+    sed '1,/^\[options.extras_require\]/d; /^\[/,$d' "$root/setup.cfg" | grep -q "^$extra =" ||
+        die "there is no extra named $extra; see --help"
+done
 [[ $venv == /* ]] || venv=$PWD/$venv
 python=$venv/bin/python
+
+# Nothing to do?
+
+stamp=$venv/.hpc_train # what it was made from, and on the last line its extras
+state=$(
+    cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1
+    printf '%s\n' "$root"
+)
+installed=
+if [[ -x $python && -f $stamp && $(sed '$d' "$stamp") == "$state" ]]; then
+    installed=$(sed -n '$p' "$stamp")
+fi
+# Extras that are there already stay: `make demo` after `make test` has nothing to do.
+# shellcheck disable=SC2086 # lists of words
+all=$(printf '%s\n' ${installed//,/ } ${extras//,/ } | sort -u | paste -sd,)
+if [[ -n $installed && $all == "${installed#,}" ]] &&
+    "$python" -c 'import hpc_train, importlib.util; assert importlib.util.find_spec("torch")' 2>/dev/null; then
+    say "$venv is ready (extras: $all)"
+    exit 0
+fi
+extras=$all
 
 # Find a Python. A name can be there and not work (pyenv's shims), so each is asked.
 
@@ -50,6 +76,7 @@ wanted, found = ([int(part) for part in text.split(".")[:2]] for text in (sys.ar
 sys.exit(found < wanted)
 PY
 }
+in_venv() { "$1" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; }
 base=
 for name in python3 python3.11 python3.12 python3.13; do
     fits "$name" || continue
@@ -59,20 +86,7 @@ for name in python3 python3.11 python3.12 python3.13; do
 done
 if [[ -z $base ]]; then
     die "no Python 3.11, 3.12 or 3.13 found (python3 is $(python3 --version 2>&1 || echo missing))." \
-        "On a centre: module avail python. Elsewhere: apt-get install python3.11 python3.11-venv."
-fi
-
-# Nothing to do?
-
-stamp=$venv/.hpc_train
-state=$(
-    cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1
-    printf '%s\n' "$base" "$("$base" --version)" "$root" "$extras"
-)
-if [[ -x $python && -f $stamp && $(<"$stamp") == "$state" ]] &&
-    "$python" -c 'import hpc_train, importlib.util; assert importlib.util.find_spec("torch")' 2>/dev/null; then
-    say "$venv is ready (extras: ${extras:-none})"
-    exit 0
+        "On a centre: module avail python. Elsewhere: apt-get install python3 python3-venv."
 fi
 rm -f "$stamp"
 start=$SECONDS
@@ -81,7 +95,8 @@ start=$SECONDS
 
 say "using $base ($("$base" --version))"
 options=()
-if has_torch "$base"; then
+# An environment made from within another one does not see that one's packages, only the system's.
+if has_torch "$base" && ! in_venv "$base"; then
     say "torch $("$base" -c 'from importlib.metadata import version; print(version("torch"))') is installed and" \
         "is used as it is"
     options=(--system-site-packages)
@@ -144,6 +159,7 @@ fi
 # Python compiles a module when it is first imported, which here is now: what we use, not the many thousand
 # modules that come with it, and also where the user's environment forbids to write compiled files.
 say "compiling the modules that are used"
+# shellcheck disable=SC2086 # a list of words
 "$python" - ${extras//,/ } <<'PY'
 import importlib, os, sys, warnings
 
@@ -164,8 +180,9 @@ for name in " ".join([used, *(for_extra.get(extra, "") for extra in sys.argv[1:]
         importlib.import_module(name)
     except Exception as error:
         # An MPI that only its modulefile makes loadable, an extra that is not for this machine: not a fault here.
-        print(f"setup_venv: note: {name} does not import here: {error}")
+        reason = f"{error}\n".splitlines()[0]
+        print(f"setup_venv: note: {name} does not import here: {reason}")
 PY
 
-printf '%s\n' "$state" >"$stamp"
+printf '%s\n' "$state" "${extras:-,}" >"$stamp"
 say "$venv is ready after $((SECONDS - start)) s: source $venv/bin/activate"
