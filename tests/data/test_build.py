@@ -16,15 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data.build import (
-    BuildOptions,
-    build,
-    entropy_nats,
-    is_heldout,
-    per_second,
-    supervised_tokens,
-    worker_environment,
-)
+from hpc_train.data.build import BuildOptions, build, entropy_nats, per_second
+from hpc_train.data.encode import is_heldout, supervised_tokens, worker_environment
 from hpc_train.data.index import TokenFile
 from hpc_train.data.sidecar import read_sidecar, sha256_of_file
 from hpc_train.data.tokenizer import load_tokenizer, train_bpe
@@ -462,6 +455,9 @@ def test_a_terminated_build_removes_its_files_and_workers(running_build):
 def test_workers_see_no_launcher_variables(running_build):
     """FC-72: a worker that took itself for a rank would abort in MPI's initialisation."""
     process, _ = running_build
+    # A child that has not come to its exec yet still shows its parent's.
+    while any(b"go.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(process.pid)):
+        time.sleep(0.02)
     for pid in children_of(process.pid):
         names = {entry.partition("=")[0] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")}
         assert "PATH" in names
