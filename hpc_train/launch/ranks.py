@@ -140,7 +140,7 @@ def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess
         argv = steps.agents_argv(nodes, command)
     try:
         # The open pipe tells them that this process lives; srun would pass its end on to all of them.
-        return children.start_child(argv, start.env, stdin=subprocess.PIPE)
+        return children.start_child(argv, steps.agents_env(start.env), stdin=subprocess.PIPE)
     except LaunchError as problem:
         say(f"warning: no node agents: {problem}")
         return None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.hostlist import compress_hostlist
 from hpc_train.cluster.slurm import JobFacts
+
+_RANK_SIZES = re.compile(
+    r"SLURM_(NTASKS.*|NPROCS|NNODES|TASKS_PER_NODE|CPUS_PER_(TASK|GPU)|TRES_PER_TASK|MEM_PER_.*|GPUS|GPUS_PER_.*|"
+    r"GPU_BIND|GRES|THREADS_PER_CORE|DISTRIBUTION|HINT|EXACT|EXCLUSIVE)|SRUN_CPUS_PER_TASK"
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ def agents_argv(nodes: Sequence[str], command: Sequence[str]) -> list[str]:
         "--quiet",
         *command,
     ]
+
+
+def agents_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the agents' srun, without the ranks' sizes, which srun would read as options."""
+    return {name: value for name, value in env.items() if not _RANK_SIZES.fullmatch(name)}
 
 
 def mpirun_argv(mpirun: str, ranks: int, *, options: Sequence[str], command: Sequence[str]) -> list[str]:

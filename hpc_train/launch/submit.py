@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from argparse import Namespace
@@ -22,8 +23,15 @@ from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script
 from hpc_train.launch.checks import check_before_start
 from hpc_train.launch.driver import RUN_DIR_VARIABLE
-from hpc_train.launch.queue import ask
-from hpc_train.launch.run_folder import CONFIG_FILE, REQUEST_FILE, SUBMIT_FILE, time_name
+from hpc_train.launch.queue import ask, job_is_live
+from hpc_train.launch.run_folder import (
+    CONFIG_FILE,
+    REQUEST_FILE,
+    SUBMIT_FILE,
+    is_live,
+    read_owner,
+    time_name,
+)
 from hpc_train.launch.slurm_flags import given_flags, world_size_of
 from hpc_train.plan.mesh import Mesh
 
@@ -42,6 +50,7 @@ def submit_command(options: Namespace) -> int:
     if options.dry_run:
         print(batch_script(values), end="")
         return 0
+    _refuse_live_folder(values)
     job_ids = [_submit(values, env)]
     folder = run_folder_of(values, job_ids[0])
     if folder is not None:
@@ -125,6 +134,19 @@ def place_folder(folder: Path, values: BatchValues) -> bool:
             raise
         return False
     return True
+
+
+def _refuse_live_folder(values: BatchValues) -> None:
+    """A job that would start into a folder in use is refused now, not in its log when it starts."""
+    owner = read_owner(Path(values.run_dir)) if values.run_dir else None
+    if owner is None or "dependency" in values.flags:
+        return
+    if is_live(owner, socket.gethostname(), job_is_live):
+        behind = f"submit with --dependency=afterany:{owner.job_id} to go on after it, " if owner.job_id else ""
+        raise ConfigError(
+            f"the run folder {values.run_dir} belongs to a run that is alive: {owner.describe()}. Wait for it, {behind}"
+            "or give another folder by --run-dir"
+        )
 
 
 def _submit(values: BatchValues, env: Mapping[str, str]) -> str:
