@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 TEST_EXTRAS = test,report,local
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format cluster cluster-stop clean
+.PHONY: help venv demo test test-long lint format docs cluster cluster-stop clean
 
 help:
 	@echo 'make venv       the environment in $(VENV), for use'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-long  the long tests as well'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay out the sources'
+	@echo 'make docs       the documentation as pages, in build/docs'
 	@echo 'make cluster    start a Slurm cluster of 8 nodes on this machine (root); cluster-stop ends it'
 	@echo 'make clean      remove what was built here; runs/ and demo/ are kept'
 	@echo
@@ -46,6 +47,10 @@ lint:
 format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+docs:
+	bash env/setup_venv.sh --venv $(VENV) --extras docs
+	$(PYTHON) -m mkdocs build --strict
 
 cluster:
 	slurm/devcluster start
