@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from .machine import (
     NAMESPACES,
     ClusterError,
     kill_in,
+    listens,
     namespace_of,
     namespaces,
     run,
@@ -31,6 +32,7 @@ from .machine import (
 )
 
 START_TIMEOUT_S = 60.0
+SLURMCTLD_PORT = 6817  # Slurm's default
 _ENTER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "enter.sh")
 
 
@@ -190,8 +192,11 @@ class Cluster:
         munged = ["munged", "--foreground", "--num-threads=2", f"--key-file={munge}/key"]
         munged += [f"--{what}-file={munge}/{what}" for what in ("pid", "seed")]
         self._start_daemon("munged", LOGIN, [*munged, f"--socket={munge}/socket"])
-        self._wait_for_munge()
+        self._wait_for(lambda: os.path.exists(f"{munge}/socket"), "munged made no socket")
         self._start_daemon("slurmctld", LOGIN, ["slurmctld", "-D", "-f", self.conf])
+        controller = self.daemons[-1].pid
+        # Who asks too early asks again after a second.
+        self._wait_for(lambda: listens(controller, SLURMCTLD_PORT), "slurmctld opened no port")
         for node in self.layout.nodes:
             self._start_daemon(node, node, ["slurmd", "-D", "-N", node, "-f", self.conf])
         self._save(ready=False)
@@ -219,12 +224,12 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         return {"PATH": os.environ["PATH"], "SLURM_CONF": self.conf, "LC_ALL": "C"}
 
-    def _wait_for_munge(self) -> None:
+    def _wait_for(self, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not os.path.exists(f"{self.state}/munge/socket"):
+        while not ready():
             self._require_alive()
             if time.monotonic() > deadline:
-                raise ClusterError(f"munged made no socket within {START_TIMEOUT_S:.0f} s")
+                raise ClusterError(f"{what} within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.02)
 
     def _wait_until_idle(self) -> None:

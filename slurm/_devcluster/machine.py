@@ -128,6 +128,15 @@ def namespace_of(pid: int | str) -> int | None:
         return None
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether something in a process's network namespace waits for TCP connections at port."""
+    sockets = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{table}") as lines:
+            sockets += [line.split() for line in lines]
+    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
+
+
 def processes_in(inodes: set[int]) -> list[int]:
     """All living processes in these network namespaces."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]

@@ -118,20 +118,18 @@ def test_a_requeued_job_starts_again_within_seconds(slurm: SlurmCluster, tmp_pat
     assert out.read_text() == "restart 0 on n5\nrestart 1 on n5\n"
 
 
-def test_a_job_in_main_preempts_one_in_low(slurm: SlurmCluster, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    script = tmp_path / "low.sh"
-    script.write_text(
-        f"#!/bin/sh\ntrap 'echo asked to leave >> {out}; exit 0' TERM\necho started >> {out}\nsleep 100 & wait\n"
-    )
-    submitted = slurm.run(
-        ["sbatch", "--parsable", "-p", "low", "--exclusive", "-N8", "--output=/dev/null", str(script)]
-    )
-    wait_for(out.exists, "start of the low job")
-    assert lines(slurm.run(["srun", "-N1", "--exclusive", "echo", "ran"])) == ["ran"]
-    job = submitted.stdout.strip()
-    assert "asked to leave" in out.read_text()
-    assert "Restarts=1" in slurm.run(["scontrol", "show", "job", job]).stdout
+def test_a_job_in_main_preempts_one_in_low_whose_steps_are_told_at_once(slurm: SlurmCluster, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    step = tmp_path / "step.sh"
+    step.write_text(f"#!/bin/bash\ntrap 'echo TERM >> {told}; exit' TERM\ntouch {told}\nsleep 100 & wait\n")
+    step.chmod(0o755)
+    batch = ["sbatch", "--parsable", "--exclusive", "--output=/dev/null"]
+    (low,) = lines(slurm.run([*batch, "-p", "low", "-N8", "--wrap", f"srun -N1 -n1 {step}"]))
+    wait_for(told.exists, "start of the low job")
+    lines(slurm.run([*batch, "-N1", "--wrap", "true"]))
+    # The job itself leaves at the end of its grace time, in 10 to 15 s, which we do not wait for.
+    wait_for(lambda: told.read_text() == "TERM\n", "TERM in the step of the low job", 10)
+    assert "PreemptTime=2" in slurm.run(["scontrol", "show", "job", low]).stdout
 
 
 def test_clear_ends_jobs_and_what_left_its_session_and_empties_shared_memory(slurm: SlurmCluster) -> None:
