@@ -23,6 +23,7 @@ from typing import IO, Any
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.network import advertised_address
+from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.slurm import read_step
 from hpc_train.errors import HpcTrainError, LaunchError
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run PROGRAM as one rank; the driver of `exec` starts this on every slot."""
     env = process_env()
     run_dir = Path(env["HPC_TRAIN_RUN_DIR"])
-    host, slot = find_slot(env)
+    host, slot = find_slot(env, own_process())
     place: Place | None = None
     try:
         place = find_place((run_dir / RANKS_FILE).read_text(encoding="utf-8"), host, slot)
@@ -74,15 +75,15 @@ def main(arguments: Sequence[str]) -> int:
         return log.report_failure(error, run_dir=run_dir, rank=place.rank if place else None, host=host)
 
 
-def find_slot(env: Mapping[str, str]) -> tuple[str, int]:
+def find_slot(env: Mapping[str, str], process: ProcessFacts = UNKNOWN_PROCESS) -> tuple[str, int]:
     """This task's node and its index there, from srun's or mpirun's variables.
 
     Raises:
         LaunchError: neither launcher's variables are there.
     """
-    hint = rank_hint(env)
-    step = read_step(env)
-    if step is not None and hint is not None and hint.source.startswith("SLURM"):
+    hint = rank_hint(env, process)
+    step = read_step(env, process)
+    if step is not None and hint is not None and hint.source == "srun":
         return step.node_name, step.local_id
     if hint is None or hint.local_rank is None:
         raise LaunchError(
@@ -90,7 +91,7 @@ def find_slot(env: Mapping[str, str]) -> tuple[str, int]:
             "cannot "
             "know which rank it is. Start it by `hpc-train exec`"
         )
-    return socket.gethostname().partition(".")[0], hint.local_rank
+    return socket.gethostname(), hint.local_rank
 
 
 def find_place(table: str, host: str, slot: int) -> Place:

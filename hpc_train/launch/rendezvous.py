@@ -39,33 +39,33 @@ class RendezvousServer:
         self._world_size = world_size
         self._endpoint: Endpoint | None = None
         self._heard: set[int] = set()
-        self._loop = asyncio.new_event_loop()
-        self._published = asyncio.Event()
         self._finished: set[int] = set()
-        self._all_finished = asyncio.Event()
+        self._published, self._all_finished, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._listener = socket.create_server(("", 0), backlog=backlog)
+        self._backlog = backlog
         self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="rendezvous", daemon=True)
+        self._is_ready = threading.Event()
         self._thread.start()
+        self._is_ready.wait()
 
     def not_heard_from(self) -> list[int]:
         """Ranks that have neither published nor asked."""
         return sorted(set(range(self._world_size)) - self._heard)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Stop serving; those who wait find the connection closed."""
+        if self._thread.is_alive() and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(timeout=5.0)
-        self._listener.close()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
-        self._loop.run_forever()
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._serve, sock=self._listener, backlog=self._backlog)
+        self._is_ready.set()
+        await self._ended.wait()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -75,6 +75,8 @@ class RendezvousServer:
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
             pass
+        except asyncio.CancelledError:
+            pass  # at the end only; the streams of Python 3.11 would log it as an error
         finally:
             writer.close()
 
@@ -83,6 +85,7 @@ class RendezvousServer:
             message = json.loads(line)
             known = secrets.compare_digest(str(message["token"]), self.token)
             rank = int(message["rank"])
+            hold_s = min(_HOLD_S, float(message.get("hold_s", _HOLD_S)))
         except (ValueError, KeyError, TypeError):
             return {"error": "not understood"}
         if not known or not 0 <= rank < self._world_size:
@@ -95,10 +98,10 @@ class RendezvousServer:
             self._finished.add(rank)
             if len(self._finished) == self._world_size:
                 self._all_finished.set()
-            if not message["finished"] or await _within(self._all_finished, _HOLD_S):
+            if not message["finished"] or await _within(self._all_finished, hold_s):
                 return {"finished": True}
             return {"wait": True}
-        if await _within(self._published, _HOLD_S):
+        if await _within(self._published, hold_s):
             assert self._endpoint is not None
             return {"host": self._endpoint.host, "port": self._endpoint.port}
         return {"wait": True}
@@ -152,11 +155,10 @@ class RendezvousClient:
 
     def _talk(self, more: dict[str, Any]) -> Endpoint:
         """Try until the deadline. Waits grow and are random, so that thousands do not come again at once."""
-        line = self._line(more)
         pause_s, problem = 0.05, "rank 0 has not said where it listens"
         while (left_s := self.deadline - time.monotonic()) > 0:
             try:
-                answer = self._once(line, min(left_s, _HOLD_S + 10.0))
+                answer = self._once(self._line({**more, "hold_s": left_s / 2}), min(left_s, _HOLD_S + 10.0))
             except (OSError, ValueError) as error:
                 problem = f"the driver at {self.host}:{self.port} does not answer ({error})"
                 time.sleep(min(left_s, random.uniform(0.5, 1.5) * pause_s))

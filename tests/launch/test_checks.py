@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config import dump_yaml
+from hpc_train.errors import ConfigError, DataError
+from hpc_train.launch.checks import check_before_start, compare_with_earlier, differing_keys
+from hpc_train.plan.mesh import Mesh
+from tests.launch.configs import small_config
+
+
+def mesh(dp: int) -> Mesh:
+    return Mesh(pp=1, dp=dp, cp=1, tp=1)
+
+
+def test_batches_that_do_not_divide_and_missing_data_are_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    check_before_start(config, mesh(4))
+    with pytest.raises(ConfigError, match="8"):
+        check_before_start(config, mesh(3))
+    (tmp_path / "corpus.idx").unlink()
+    with pytest.raises(DataError, match=r"corpus\.idx: no such file"):
+        check_before_start(config, mesh(4))
+
+
+def test_an_earlier_run_may_be_gone_on_with_but_not_with_another_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert compare_with_earlier(run, small_config(tmp_path)).changes == ()
+    (run / "config.yaml").write_text(dump_yaml(small_config(tmp_path)))
+    longer = compare_with_earlier(run, small_config(tmp_path, train={"steps": 20}))
+    assert longer.changes == ("changed since the last attempt: train.steps: 2 -> 20",)
+    with pytest.raises(ConfigError, match=r"another model.*model\.hidden_size: 8 -> 16"):
+        compare_with_earlier(run, small_config(tmp_path, model={"hidden_size": 16}))
+
+
+def test_a_run_that_is_done_is_done_only_while_nothing_changed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_yaml(small_config(tmp_path)))
+    (run / "outcome.json").write_text(json.dumps({"outcome": "done", "time": "then"}))
+    assert compare_with_earlier(run, small_config(tmp_path)).done == "then"
+    assert not compare_with_earlier(run, small_config(tmp_path, train={"steps": 20})).is_done
+
+
+def test_each_differing_leaf_is_named_once_with_both_values() -> None:
+    old = {"a": {"b": 1, "c": 2}, "d": [1]}
+    new = {"a": {"b": 1, "c": 3}, "d": [2], "e": None}
+    assert list(differing_keys(old, new)) == ["a.c: 2 -> 3", "d: [1] -> [2]"]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.ranks import RanksEnd
+from hpc_train.launch.record import decide_outcome, environment_text, failure_text, write_outcome
+
+
+def failure(run_dir: Path, **more: object) -> None:
+    record = {"rank": 3, "host": "n2", "time": "now", "exit_code": 4, "message": "corpus.bin is cut short"}
+    (run_dir / "failure.json").write_text(json.dumps({**record, **more}))
+
+
+@pytest.mark.parametrize(
+    ("code", "stopped", "outcome", "exit_code"),
+    [
+        (0, None, "done", 0),
+        (3, None, "failed", 3),
+        (14, None, "failed", 1),
+        (139, None, "failed", 1),
+        (-9, None, "failed", 1),
+        (143, "the driver got SIGTERM", "stopped", 1),
+    ],
+)
+def test_without_a_record_the_launcher_s_code_decides(
+    tmp_path: Path, code: int, stopped: str | None, outcome: str, exit_code: int
+) -> None:
+    decided = decide_outcome(tmp_path, RanksEnd(code, stopped))
+    assert (decided.outcome, decided.exit_code) == (outcome, exit_code)
+
+
+def test_the_first_failure_decides_whatever_code_the_launcher_ends_with(tmp_path: Path) -> None:
+    failure(tmp_path)
+    decided = decide_outcome(tmp_path, RanksEnd(143, None))
+    assert decided.exit_code == 4
+    assert decided.reason == "rank 3 on n2: corpus.bin is cut short"
+    assert decided.failure is not None
+    assert failure_text(decided.failure).startswith("first failure: rank 3 on n2 at now, exit code 4: corpus.bin")
+
+
+def test_codes_above_127_are_passed_on_for_foreign_programs_only(tmp_path: Path) -> None:
+    failure(tmp_path, exit_code=137)
+    assert decide_outcome(tmp_path, RanksEnd(137, None)).exit_code == 1
+    assert decide_outcome(tmp_path, RanksEnd(137, None), any_code=True).exit_code == 137
+
+
+def test_what_a_rank_wrote_about_a_good_end_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text('{"outcome": "requeue", "exit_code": 10, "reason": "time is up"}')
+    decided = decide_outcome(tmp_path, RanksEnd(0, None))
+    assert (decided.outcome, decided.exit_code, decided.reason) == ("requeue", 10, "time is up")
+
+
+def test_running_out_of_memory_is_said_in_words(tmp_path: Path) -> None:
+    assert "out of memory" in decide_outcome(tmp_path, RanksEnd(253, None)).reason
+
+
+def test_the_traceback_is_shown_for_internal_errors_only(tmp_path: Path) -> None:
+    assert "Traceback" in failure_text({"exit_code": 1, "traceback": "Traceback: ..."})
+    assert "Traceback" not in failure_text({"exit_code": 2, "traceback": "Traceback: ..."})
+
+
+def test_the_outcome_is_written_whole(tmp_path: Path) -> None:
+    write_outcome(tmp_path, decide_outcome(tmp_path, RanksEnd(0, None)), attempt=2, job_id="7")
+    record = json.loads((tmp_path / "outcome.json").read_text())
+    assert {key: record[key] for key in ("outcome", "exit_code", "attempt", "job_id")} == {
+        "outcome": "done", "exit_code": 0, "attempt": 2, "job_id": "7",
+    }  # fmt: skip
+
+
+def test_the_recorded_environment_has_what_matters_and_no_secrets() -> None:
+    env = {
+        "SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/bin", "HPC_TRAIN_RENDEZVOUS_TOKEN": "x",
+        "WANDB_API_KEY": "x", "AWS_SECRET": "x", "EDITOR": "vi", "TORCH_AUTH": "x",
+    }  # fmt: skip
+    assert environment_text(env) == 'NCCL_DEBUG="INFO"\nPATH="/bin"\nSLURM_JOB_ID="7"\n'

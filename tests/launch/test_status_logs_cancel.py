@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import main
+from hpc_train.launch.run_folder import Owner, claim, start_ticks, this_process
+from tests.launch.fakes import FakeCommands
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """Slurm with an empty queue, and a folder `runs` in the current folder."""
+    fakes = FakeCommands(tmp_path / "bin")
+    fakes.add("squeue", "")
+    fakes.add("sacct", "")
+    fakes.add("scancel", "")
+    monkeypatch.setenv("PATH", fakes.path)
+    monkeypatch.chdir(tmp_path)
+    return fakes
+
+
+def make_run(name: str, outcome: dict[str, object] | None = None) -> Path:
+    folder = Path("runs") / "little" / name
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.request.yaml").write_text("name: little\n")
+    if outcome is not None:
+        (folder / "outcome.json").write_text(json.dumps(outcome))
+    return folder
+
+
+def status_json(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    capsys.readouterr()
+    assert main(["status", "--json", *words]) == 0
+    statuses: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return statuses
+
+
+def test_a_run_in_the_queue_is_pending_with_slurm_s_reason(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("12")
+    queue.add("squeue", "12|PENDING|lit|tle|0:00|1:00:00|(Priority)\n")
+    assert status_json(capsys)[0] | {"run_dir": ""} == {
+        "run_dir": "", "name": "little", "job_id": "12", "state": "pending", "attempt": 0, "step": None,
+        "loss": None, "tokens_per_s": None, "exit_code": None, "note": "PENDING (Priority)",
+    }  # fmt: skip
+
+
+def test_a_run_with_a_live_driver_shows_its_newest_whole_line_of_metrics(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run("2026-11-29_10-00-00")
+    claim(folder, this_process(socket.gethostname()), lambda job: None).begin_attempt()
+    lines = [{"step": 1, "loss": 5.0, "tokens_per_s": 100.0}, {"step": 2, "loss": 4.5, "tokens_per_s": None}]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo'
+    (folder / "metrics.jsonl").write_text(text)
+    status = status_json(capsys, str(folder))[0]
+    assert (status["state"], status["step"], status["loss"], status["attempt"]) == ("running", 2, 4.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "exit_code"),
+    [
+        ({"outcome": "done", "exit_code": 0, "reason": "all ranks ended well"}, "done", 0),
+        ({"outcome": "failed", "exit_code": 4, "reason": "rank 1 on n2: cut short\nmore"}, "failed", 4),
+    ],
+)
+def test_a_run_that_is_over_shows_its_outcome(
+    queue: FakeCommands,
+    capsys: pytest.CaptureFixture[str],
+    outcome: dict[str, object],
+    state: str,
+    exit_code: int,
+) -> None:
+    make_run("12", outcome)
+    status = status_json(capsys, "12")[0]
+    assert (status["state"], status["exit_code"]) == (state, exit_code)
+    assert status["note"] == str(outcome["reason"]).splitlines()[0]
+
+
+def test_a_driver_that_is_gone_without_an_outcome_is_said_to_be(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run("2026-11-29_10-00-00")
+    claim(folder, Owner(socket.gethostname(), 999999999, 1, None, 0, "then"), lambda job: None)
+    status = status_json(capsys)[0]
+    assert status["state"] == "ended"
+    assert "gone without a word" in str(status["note"])
+
+
+def test_what_slurm_keeps_of_a_past_job_is_asked_for_one_run(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("12")
+    queue.add("sacct", "NODE_FAIL\n")
+    assert status_json(capsys, "12")[0]["note"] == "job 12 is NODE_FAIL"
+
+
+def test_runs_are_a_table_and_an_empty_folder_is_said_to_be(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status"]) == 0
+    assert "no runs in" in capsys.readouterr().out
+    make_run("12", {"outcome": "done", "exit_code": 0, "reason": "all ranks ended well"})
+    assert main(["status"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["RUN", "JOB", "STATE"]
+    assert row.split()[:4] == ["little/12", "12", "done", "0"]
+
+
+def test_status_works_without_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    make_run("2026-11-29_10-00-00", {"outcome": "done", "exit_code": 0, "reason": "well"})
+    assert status_json(capsys)[0]["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("99", "no run of job 99"), ("nowhere", "neither a run folder nor a job id"), ("runs", "not that of a run")],
+)
+def test_a_run_that_is_not_there_is_refused(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    make_run("12")
+    assert main(["status", text]) == 2
+    assert words in capsys.readouterr().err
+
+
+def write_logs(folder: Path) -> None:
+    (folder / "ranks.tsv").write_text("rank\thost\n0\tn1\n1\tn1\n2\tn2\n")
+    rank_0 = "2026-11-29T22:10:03.123 n1 r0 | step 1\n"
+    (folder / "logs" / "job.log").write_text("hpc-train: 3 ranks\n" + rank_0)
+    (folder / "logs" / "n1.log").write_text(rank_0 + "2026-11-29T22:10:03.124 n1 r1 | hello\n")
+    (folder / "logs" / "n2.log").write_text("2026-11-29T22:10:03.125 n2 r2 | hello\n")
+    (folder / "logs" / "agent-n1.log").write_text("2026-11-29T22:10:03.126 n1 agent | ready\n")
+
+
+def test_logs_show_each_line_once_though_the_driver_copies_some(
+    queue: FakeCommands, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_logs(make_run("12", {"outcome": "done", "exit_code": 0, "reason": "well"}))
+    assert main(["logs", "12"]) == 0
+    assert [line.rpartition(" | ")[2] for line in capfd.readouterr().out.splitlines()] == [
+        "hpc-train: 3 ranks", "step 1", "hello", "hello",
+    ]  # fmt: skip
+
+
+def test_logs_of_one_rank_come_from_its_node(queue: FakeCommands, capfd: pytest.CaptureFixture[str]) -> None:
+    write_logs(make_run("12"))
+    assert main(["logs", "12", "--rank", "1"]) == 0
+    assert capfd.readouterr().out == "2026-11-29T22:10:03.124 n1 r1 | hello\n"
+    assert main(["logs", "12", "--rank", "3"]) == 2
+    assert "its ranks are 0 to 2" in capfd.readouterr().err
+
+
+def test_following_ends_with_the_run(queue: FakeCommands, capfd: pytest.CaptureFixture[str]) -> None:
+    write_logs(make_run("12", {"outcome": "failed", "exit_code": 4, "reason": "cut short"}))
+    assert main(["logs", "12", "-f", "--rank", "2"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "2026-11-29T22:10:03.125 n2 r2 | hello\n"
+    assert "failed, exit code 4: cut short" in captured.err
+
+
+@pytest.fixture
+def driver() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+def test_cancel_stops_a_driver_of_this_machine(
+    queue: FakeCommands, driver: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run("2026-11-29_10-00-00")
+    ticks = start_ticks(driver.pid)
+    assert ticks is not None
+    claim(folder, Owner(socket.gethostname(), driver.pid, ticks, None, 0, "then"), lambda job: None)
+    assert main(["cancel", str(folder)]) == 0
+    assert driver.wait(timeout=5) == -signal.SIGTERM
+    assert f"process {driver.pid}" in capsys.readouterr().out
+
+
+def test_cancel_never_signals_another_process_of_the_same_id(queue: FakeCommands) -> None:
+    folder = make_run("2026-11-29_10-00-00")
+    ours = dataclasses.replace(this_process(socket.gethostname()), start_ticks=1)
+    claim(folder, ours, lambda job: None)
+    assert ours.pid == os.getpid()
+    assert main(["cancel", str(folder)]) == 2
+
+
+def test_cancel_gives_a_job_to_scancel(queue: FakeCommands, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("12")
+    queue.add("squeue", "12|PENDING|little|0:00|1:00:00|(Priority)\n")
+    assert main(["cancel", "12"]) == 0
+    assert queue.calls("scancel")[0]["argv"] == ["12"]
+
+
+def test_cancel_of_what_does_not_run_is_refused(queue: FakeCommands, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("12", {"outcome": "done", "exit_code": 0, "reason": "well"})
+    assert main(["cancel", "12"]) == 2
+    assert "is not running" in capsys.readouterr().err
+    assert queue.calls("scancel") == []
