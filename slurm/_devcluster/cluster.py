@@ -112,11 +112,11 @@ class Cluster:
     def start(self, layout: Layout) -> None:
         """Make a cluster that did not exist; all its nodes are idle on return. Nothing is left on failure."""
         self.layout, self.exists, self.problems = layout, True, []
+        os.umask(0o022)  # other users must reach the munge socket and slurm.conf
         try:
             self._write_files()
-            probe = self._probe_pmix()
             network.build(layout)
-            self._write_slurm_conf(probe)
+            self._write_slurm_conf()
             self._start_daemons()
             self._wait_until_idle()
             self._save(ready=True)
@@ -147,29 +147,22 @@ class Cluster:
         if cgroup := texts.cgroup_text(slurm_version()):
             self._write("cgroup.conf", cgroup)
 
-    def _probe_pmix(self) -> subprocess.Popen[str]:
-        """Ask srun for PMIx: it ends at once where it cannot load it. (`--mpi=list` names it in any case.)"""
-        os.makedirs(f"{self.state}/probe")
-        self._write("probe/slurm.conf", texts.probe_conf_text(f"{self.state}/munge/socket"))
-        return subprocess.Popen(
-            ["srun", "--mpi=pmix", "--nodes=1", "true"],
-            env={**self._environment(), "SLURM_CONF": f"{self.state}/probe/slurm.conf"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def _write_slurm_conf(self, probe: subprocess.Popen[str]) -> None:
-        """MpiDefault is PMIx where it works."""
-        try:
-            said = probe.communicate(timeout=0.3)[1]
-        except subprocess.TimeoutExpired:  # it tries to reach a controller, so its plugins are loaded
-            probe.kill()
-            said = probe.communicate()[1]
-        self.pmix = "Invalid MPI type" not in said
+    def _write_slurm_conf(self) -> None:
+        self.pmix = self._pmix_loads()
         text = texts.slurm_conf_text(self.layout, self.state, mpi_default="pmix" if self.pmix else "none")
         self._write("slurm.conf", text)
+
+    def _pmix_loads(self) -> bool:
+        """Whether srun can load PMIx: where it cannot it ends at once. (`--mpi=list` names it in any case.)"""
+        os.makedirs(f"{self.state}/probe")
+        self._write("probe/slurm.conf", texts.probe_conf_text(f"{self.state}/munge/socket"))
+        environment = {**self._environment(), "SLURM_CONF": f"{self.state}/probe/slurm.conf"}
+        command = [*self._on_login_network(), "srun", "--mpi=pmix", "--nodes=1", "true"]
+        try:
+            asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=0.3)
+        except subprocess.TimeoutExpired:  # it has come to look for a controller, after its plugins
+            return True
+        return "Invalid MPI type" not in asked.stderr
 
     def _write(self, path: str, content: str | bytes, mode: int = 0o644) -> None:
         full = os.path.join(self.state, path)
@@ -221,6 +214,10 @@ class Cluster:
         started = start_time(process.pid)
         self.daemons.append(Daemon(name, host, process.pid, -1 if started is None else started))
 
+    def _on_login_network(self) -> list[str]:
+        """Before a command: out of reach of this machine's firewall, and ended with the cluster."""
+        return ["nsenter", f"--net={NAMESPACES}/{self.layout.namespace(LOGIN)}"]
+
     def _environment(self) -> dict[str, str]:
         return {"PATH": os.environ["PATH"], "SLURM_CONF": self.conf, "LC_ALL": "C"}
 
@@ -264,8 +261,16 @@ class Cluster:
 
     def node_states(self) -> dict[str, str]:
         """Slurm's state of each node (idle, allocated, down*, ...); none where slurmctld does not answer."""
-        command = ["nsenter", f"--net={NAMESPACES}/{self.layout.namespace(LOGIN)}"]
-        command += ["timeout", "10", "sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"]
+        command = [
+            *self._on_login_network(),
+            "timeout",
+            "10",
+            "sinfo",
+            "--noheader",
+            "--Node",
+            "--partition=main",
+            "--format=%N %T",
+        ]
         listed = subprocess.run(command, env=self._environment(), capture_output=True, text=True)
         return dict(line.split() for line in listed.stdout.splitlines() if len(line.split()) == 2)
 
