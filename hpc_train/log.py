@@ -68,7 +68,7 @@ def timestamp() -> str:
 def prefix_output(rank: int, host: str) -> None:
     """From now on, every line that Python code of this process prints carries time, host and rank."""
     label = f"{host} r{rank}"
-    sys.stdout, sys.stderr = LineWriter(1, label), LineWriter(2, label)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = LineWriter(1, label), LineWriter(2, label)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -31,7 +31,15 @@ from typing import Any
 from tests.processes import die_with_parent, kill_tree
 
 # Loaded once, in the fork server: what nearly every rank needs, and what test modules import.
-_PRELOAD = ["numpy", "torch", "torch.distributed", "pytest", "hypothesis"]
+_PRELOAD = [
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "pytest",
+    "hypothesis",
+    "hpc_train.train.build",
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

@@ -87,7 +87,7 @@ def sound_checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones are neither counted nor removed."""
+    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay."""
     if keep == 0:
         return
     for number, (_, path) in enumerate(list(sound_checkpoints(root))):

@@ -74,8 +74,9 @@ def _check_same_model(path: Path, manifest: Manifest, pieces: Sequence[StatePiec
         stored = manifest.tensors.get(piece.name)
         if stored is None:
             raise CheckpointError(
-                f"{path} is of another model: it has no tensor {piece.name}. It has {', '.join(list(manifest.tensors)[:3])}"
-                ", ... Use the configuration that it was saved with, or another run folder."
+                f"{path} is of another model: it has no tensor {piece.name}. It has "
+                f"{', '.join(list(manifest.tensors)[:3])}, ... Use the configuration that it was saved with, "
+                "or another run folder."
             )
         dtype = str(piece.data.dtype).removeprefix("torch.")
         if stored.shape != piece.shape or stored.dtype != dtype:
@@ -116,7 +117,7 @@ def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tens
         raw = np.fromfile(file, dtype=np.uint8, count=stored.num_bytes)
     if raw.size != stored.num_bytes:
         raise CheckpointError(f"{file_path} ends {stored.num_bytes - raw.size} bytes early")
-    if zlib.crc32(memoryview(raw)) != stored.crc32:
+    if zlib.crc32(raw.data) != stored.crc32:
         raise CheckpointError(f"{file_path} is damaged: the checksum of the bytes at {stored.start} does not match")
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).view(stored.box.sizes)
 

@@ -102,7 +102,8 @@ def plan_bindings(
         gpu = machine.gpus[gpu_index] if gpu_index is not None and gpu_index < len(machine.gpus) else None
         if gpu is None:
             sharers = [rank for rank, other in enumerate(granted) if frozenset(other) == allowed]
-            cpus = _share(sorted(allowed), sharers.index(local_rank), len(sharers))
+            enough = len(allowed) >= len(sharers)
+            cpus = _share(sorted(allowed), sharers.index(local_rank), len(sharers)) if enough else frozenset()
             note = "" if gpu_index is None else "the GPU is not in sysfs"
         else:
             cpus, note = gpu.cpus & allowed, ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_train.cluster import binding, environment
 from hpc_train.comm.world import World
@@ -57,7 +57,8 @@ def _gpu_index(world: World, machine: binding.Machine) -> int | None:
         return None
     import torch
 
-    properties = torch.cuda.get_device_properties(world.device)
+    # torch's stubs leave these three out.
+    properties: Any = torch.cuda.get_device_properties(world.device)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
     for index, gpu in enumerate(machine.gpus):
         if gpu.pci.lower().startswith(address):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_train.cluster import devices, network
 from hpc_train.cluster.environment import process_env
-from hpc_train.cluster.process import ProcessFacts, read_process
-from hpc_train.cluster.situation import RankHint, Situation, find_situation, rank_hint, read_elastic
+from hpc_train.cluster.process import ProcessFacts, own_process
+from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
 from hpc_train.comm.mpi import check_world, library_version, load_mpi
 from hpc_train.comm.world import World
@@ -58,7 +57,7 @@ def bootstrap(
     """
     env = process_env()
     launch = launch or LaunchConfig()
-    process = read_process(os.getpid())
+    process = own_process()
     chosen = _choose_source(env, process) if source == "auto" else source
     if chosen == "single":
         _refuse_other_ranks(rank_hint(env, process))
@@ -98,10 +97,10 @@ def _choose_source(env: Mapping[str, str], process: ProcessFacts) -> Source:
 
 
 def _refuse_other_ranks(hint: RankHint | None) -> None:
-    if hint is not None and (hint.rank > 0 or hint.size != 1):
+    if hint is not None and hint.size > 1:
         raise LaunchError(
-            f'source="single" was asked for, but {hint.source} say rank {hint.rank} of {hint.size or "several"}: each '
-            'would train alone. Use source="mpi", or start one task.'
+            f'source="single" was asked for, but {hint.source} started {hint.size} tasks, and each would train '
+            'alone. Use source="mpi", or start one task.'
         )
 
 
@@ -173,14 +172,8 @@ def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal
     """From torchrun's variables; the group is made by them, and then all facts are exchanged over it."""
     import torch.distributed as dist
 
-    ranks = read_elastic(env)
-    if ranks is None:
-        raise LaunchError(
-            'source="env" was asked for, but RANK and LOCAL_RANK are not set. Start with torchrun or `hpc-train exec`, '
-            'or use source="mpi".'
-        )
-    local_size = int(env.get("LOCAL_WORLD_SIZE") or ranks.local_rank + 1)
-    chosen = _choose_device(env, ranks.local_rank, local_size, device)
+    ranks = elastic_ranks(env)
+    chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
     backend = _backend(chosen)
     _set_device(chosen)
     dist.init_process_group(backend, init_method="env://", timeout=_timeout(launch))
@@ -212,7 +205,7 @@ def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal
 def _join(
     identity: _Identity,
     control: Control,
-    communicator: MPI.Intracomm | None,
+    communicator: MPI.Comm | None,
     launch: LaunchConfig,
     device: Literal["auto", "cpu"],
     source: str,
@@ -296,7 +289,7 @@ def _store(host: str, port: int, identity: _Identity, launch: LaunchConfig, list
 
 
 def _choose_device(
-    env: Mapping[str, str], local_rank: int, local_world_size: int, device: Literal["auto", "cpu"]
+    env: Mapping[str, str], local_rank: int, local_world_size: int | None, device: Literal["auto", "cpu"]
 ) -> torch.device:
     import torch
 

@@ -75,7 +75,7 @@ class SingleControl(Control):
 class MpiControl(Control):
     """JSON over an MPI communicator, as byte buffers."""
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
+    def __init__(self, communicator: MPI.Comm) -> None:
         self._communicator = communicator
         self.rank = communicator.Get_rank()
         self.size = communicator.Get_size()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def load_mpi() -> MPI.Intracomm:
+def load_mpi() -> MPI.Comm:
     """Initialise MPI and give its world communicator.
 
     Raises:
@@ -46,20 +46,19 @@ def check_world(mpi_rank: int, mpi_size: int, hint: RankHint | None, library: st
         LaunchError: they differ. On the launcher's rank 0 the error is to be printed, on the others not: each is
             alone in a world of its own, so they cannot agree on who speaks.
     """
-    if hint is None or (hint.rank == mpi_rank and hint.size in (None, mpi_size)):
+    if hint is None or (hint.rank, hint.size) == (mpi_rank, mpi_size):
         return
-    size = "" if hint.size is None else f" of {hint.size}"
     error = LaunchError(
-        f"{hint.source} say rank {hint.rank}{size}, but MPI says rank {mpi_rank} of {mpi_size}. The MPI library "
-        f"({library}) does not speak the process manager interface (PMI) that the launcher offers, so every task "
-        f"would train alone. {_cure(library, hint)}"
+        f"{hint.source} started {hint.size} tasks and this is number {hint.rank}, but MPI says rank {mpi_rank} of "
+        f"{mpi_size}. The MPI library ({library}) does not speak the process manager interface (PMI) that the "
+        f"launcher offers, so every task would train alone. {_cure(library, hint)}"
     )
     error.reporter = 0 if hint.rank == 0 else -1  # type: ignore[attr-defined]
     raise error
 
 
 def _cure(library: str, hint: RankHint) -> str:
-    if "SLURM" not in hint.source:
+    if hint.source != "srun":
         return "Start with the mpirun of this MPI library, and with no other."
     offered = "`srun --mpi=list` shows what this site offers."
     if "Open MPI v5" in library:

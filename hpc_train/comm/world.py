@@ -31,7 +31,7 @@ class World:
     device: torch.device
     backend: str
     control: Control
-    mpi: MPI.Intracomm | None
+    mpi: MPI.Comm | None
     source: str
 
     def agree(self, error: BaseException | None) -> None:

@@ -137,6 +137,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
+        self._rope_frequencies: torch.Tensor
         if config.family == "llama":
             self.register_buffer("_rope_frequencies", _rope_frequencies(config), persistent=False)
 

@@ -35,7 +35,8 @@ def build_run(run_dir: Path, config: Config, world: World) -> Run:
     peak, origin = world_peak_flops(world, _DTYPES[config.train.precision], config.train.peak_flops_per_rank)
     if world.rank == 0:
         count = trainer.parameters.layout.num_elements
-        say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}; peak {peak / 1e9:.1f} GFLOP/s ({origin})")
+        say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}")
+        say(f"peak of all ranks for MFU: {peak / 1e9:.1f} GFLOP/s ({origin})")
     return Run(config, world, run_dir, trainer, loader, _open_metrics(run_dir, config, world), peak)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.limits import require_free_bytes
-from hpc_train.cluster.process import read_process
+from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.comm.world import World
 from hpc_train.config import Config
@@ -42,7 +42,7 @@ def run_rank(run_dir: Path, config: Config) -> int:
     env = process_env()
     rank: int | None = None
     try:
-        hint = rank_hint(env, read_process(os.getpid()))
+        hint = rank_hint(env, own_process())
         rank = hint.rank if hint else None
         if rank is not None:
             log.prefix_output(rank, host)

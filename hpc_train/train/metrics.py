@@ -36,7 +36,7 @@ class Metrics:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return
-        kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= step]
+        kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self._path)

@@ -118,7 +118,8 @@ def test_cores_that_slurm_gave_each_rank_are_not_split_again() -> None:
 def test_more_ranks_than_cores_share_them_and_say_so() -> None:
     plan = plan_bindings(Machine((), (), {}), [{0, 1}] * 3, [None] * 3)
     assert all(binding.cpus <= {0, 1} and binding.cpus for binding in plan)
-    assert "more ranks than granted cores" in {binding.note for binding in plan}
+    assert {binding.note for binding in plan} == {"more ranks than granted cores"}
+    assert len({binding.cpus for binding in plan}) == 1
 
 
 def test_a_machine_without_sysfs_or_with_numa_minus_one_is_read_without_error(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Readers and pictures of what a run recorded."""

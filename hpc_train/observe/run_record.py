@@ -1,0 +1,144 @@
+"""What a run left in its folder, read back: metrics, configuration, attempts, and its datasets' entropy."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config import Config, load_config
+from hpc_train.errors import ConfigError, DataError
+from hpc_train.plan.cost import flops_per_token
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's own words. steps: lines of metrics.jsonl by step, the last line of a step that was taken twice."""
+
+    run_dir: Path
+    config: Config
+    steps: tuple[dict[str, Any], ...]
+    world_size: int | None
+    unigram_entropy_nats: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a report; None where the run has none. Losses in nats per token, rates are medians."""
+
+    name: str
+    ranks: int | None
+    steps: int
+    steps_planned: int
+    skipped_steps: int
+    tokens: int
+    step_time_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_flops: float | None
+    first_loss: float | None
+    last_loss: float | None
+    heldout_loss: float | None
+    best_heldout_loss: float | None
+    unigram_entropy_nats: float | None
+
+    @property
+    def gain_nats(self) -> float | None:
+        """How far the last held-out loss lies below the corpus's unigram entropy."""
+        if self.heldout_loss is None or self.unigram_entropy_nats is None:
+            return None
+        return self.unigram_entropy_nats - self.heldout_loss
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: no run folder. DataError: it has no metrics yet.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} is no run folder: it has no config.yaml. Runs are at runs/NAME/JOB_OR_TIME.")
+    config = load_config(run_dir / "config.yaml")
+    steps = read_metrics(run_dir / METRICS_FILE)
+    if not steps:
+        raise DataError(f"{run_dir} has no {METRICS_FILE} with a step in it: the run has taken none. See its logs/.")
+    return RunRecord(run_dir, config, steps, _world_size(run_dir), _entropy(config))
+
+
+def read_metrics(path: Path) -> tuple[dict[str, Any], ...]:
+    """Lines by step; a last line that is still being written is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return ()
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            by_step[int(record["step"])] = record
+        except (ValueError, KeyError, TypeError):
+            continue
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def summarise(run: RunRecord) -> Summary:
+    """Figures of a run. Rates leave out the first step, which pays for everything that is done once."""
+    steady = run.steps[1:] or run.steps
+    heldout = [record["eval_loss"] for record in run.steps if record.get("eval_loss") is not None]
+    losses = [record["loss"] for record in run.steps if record.get("loss") is not None]
+    tokens_per_s, mfu = _median(steady, "tokens_per_s"), _median(steady, "mfu")
+    flops = flops_per_token(run.config.model, run.config.data.seq_len)
+    return Summary(
+        name=run.config.name,
+        ranks=run.world_size,
+        steps=run.steps[-1]["step"],
+        steps_planned=run.config.train.steps,
+        skipped_steps=sum(bool(record.get("skipped")) for record in run.steps),
+        tokens=sum(record.get("tokens") or 0 for record in run.steps),
+        step_time_s=_median(steady, "step_time_s"),
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
+        peak_flops=tokens_per_s * flops / mfu if mfu and tokens_per_s else None,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        heldout_loss=heldout[-1] if heldout else None,
+        best_heldout_loss=min(heldout) if heldout else None,
+        unigram_entropy_nats=run.unigram_entropy_nats,
+    )
+
+
+def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [record[key] for record in records if record.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def _world_size(run_dir: Path) -> int | None:
+    try:
+        return int(json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["world_size"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _entropy(config: Config) -> float | None:
+    """Unigram entropy of the training blend: of the sources' entropies, weighted; None unless all are known.
+
+    A mixture's entropy is at least this mean, so it never flatters the model.
+    """
+    total, weights = 0.0, 0.0
+    for source in config.data.train:
+        try:
+            sidecar = json.loads(Path(f"{source.prefix}.json").read_text(encoding="utf-8"))
+            entropy = float(sidecar["unigram_entropy_nats"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if not math.isfinite(entropy):
+            return None
+        total += source.weight * entropy
+        weights += source.weight
+    return total / weights

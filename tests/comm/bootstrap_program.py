@@ -1,0 +1,61 @@
+"""A rank that bootstraps as its arguments say and prints what it became, as one JSON line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import hpc_train
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.errors import HpcTrainError
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.run import Plan, PlannedRank, plan_mesh
+
+
+def reversed_plan(node: str, size: int) -> Plan:
+    """The last slot is rank 0: the launcher's first process is the last rank."""
+    mesh = Mesh(pp=1, dp=size, cp=1, tp=1)
+    plan = plan_mesh(mesh, Allocation((node,), (size,), (0,), None, "test"))
+    ranks = tuple(
+        PlannedRank(planned.rank, node, size - 1 - planned.gpu, planned.coords) for planned in plan.ranks
+    )
+    return Plan(mesh, ranks, plan.groups)
+
+
+def main() -> int:
+    import os
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    source, what = sys.argv[1], sys.argv[2]
+    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    first = os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
+    plan = reversed_plan(socket.gethostname(), size) if what != "plain" else None
+    if what == "another plan on one rank" and first:
+        plan = reversed_plan(socket.gethostname(), size + 1)
+    try:
+        world = hpc_train.bootstrap(source, plan=plan)
+    except HpcTrainError as error:
+        print(json.dumps({"error": str(error), "reporter": getattr(error, "reporter", None)}), flush=True)
+        return int(error.exit_code)
+    total = torch.tensor([float(world.rank)])
+    if world.world_size > 1:
+        dist.all_reduce(total)
+    facts = {
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "local_rank": world.local_rank,
+        "launcher_rank": int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))),
+        "sum": total.item(),
+        "gathered": world.control.all_gather({"rank": world.rank}),
+        "told": world.control.broadcast(["from", world.rank], root=world.world_size - 1),
+    }
+    world.close()
+    print(json.dumps(facts), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A started process becomes the right rank, or says why it cannot; never a silent world of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.situation import RankHint
+from hpc_train.comm.bootstrap import bootstrap
+from hpc_train.comm.mpi import check_world, load_mpi
+from hpc_train.errors import ExitCode, LaunchError
+from tests.ranks import run_mpi
+
+PROGRAM = Path(__file__).with_name("bootstrap_program.py")
+ROOT = Path(__file__).parents[2]
+
+
+def _run(num_ranks: int, source: str, what: str, env: dict[str, str] | None = None):
+    result = run_mpi([PROGRAM, source, what], num_ranks, env=env)
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return result, lines
+
+
+def test_a_world_of_one_under_a_launcher_of_four_is_refused_with_both_pairs_and_the_library():
+    """FC-09: the PMI mismatch. Each task is alone, so only the launcher's rank 0 is to print."""
+    for rank in range(4):
+        hint = RankHint(rank, 4, 0, "srun")
+        with pytest.raises(LaunchError, match=r"4 tasks.*number \d.*rank 0 of 1.*Open MPI v5.*--mpi=pmix") as caught:
+            check_world(0, 1, hint, "Open MPI v5.0.8, package: x")
+        assert caught.value.exit_code == ExitCode.LAUNCH
+        assert caught.value.reporter == (0 if rank == 0 else -1)
+
+
+@pytest.mark.parametrize(
+    ("library", "cure"),
+    [("MPICH Version: 4.2", "--mpi=pmi2"), ("Open MPI v4.1.4", "--mpi=pmix, or --mpi=pmi2"), ("Cray", "srun --mpi=list")],
+)
+def test_the_cure_fits_the_library(library, cure):
+    with pytest.raises(LaunchError, match=cure):
+        check_world(0, 1, RankHint(0, 2, 0, "srun"), library)
+
+
+def test_equal_worlds_and_an_unknown_launcher_pass():
+    check_world(3, 4, RankHint(3, 4, 1, "srun"), "any")
+    check_world(0, 1, None, "any")
+
+
+def test_an_mpi_library_that_cannot_be_loaded_is_a_launch_error(monkeypatch):
+    """FC-92: wheel and module of different MPI versions."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=r"MPI cannot be loaded.*MPI4PY_LIBMPI"):
+        load_mpi()
+
+
+def test_importing_the_package_starts_no_mpi():
+    """FC-72: a loader worker that imports us must not call MPI_Init."""
+    code = (
+        "import hpc_train, hpc_train.comm.bootstrap, hpc_train.train.main, sys;"
+        "assert 'mpi4py.MPI' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_process_that_nothing_started_is_no_rank(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(LaunchError, match="no rank of a started job"):
+        bootstrap("auto")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_mpi_ranks_become_a_world(num_ranks):
+    result, worlds = _run(num_ranks, "auto", "plain")
+    assert result.returncode == 0, result.stderr
+    assert sorted(world["rank"] for world in worlds) == list(range(num_ranks))
+    for world in worlds:
+        assert world["rank"] == world["launcher_rank"] == world["local_rank"]
+        assert world["sum"] == sum(range(num_ranks))
+        assert world["gathered"] == [{"rank": rank} for rank in range(num_ranks)]
+        assert world["told"] == ["from", num_ranks - 1]
+
+
+@pytest.mark.mpi
+def test_the_plan_gives_the_ranks_and_rank_0_need_not_be_the_launchers_first():
+    """FC-17: the store lives where rank 0 is, not on the launcher's first process."""
+    result, worlds = _run(3, "mpi", "reversed")
+    assert result.returncode == 0, result.stderr
+    assert sorted((world["launcher_rank"], world["rank"]) for world in worlds) == [(0, 2), (1, 1), (2, 0)]
+    assert all(world["sum"] == 3 for world in worlds)
+
+
+@pytest.mark.mpi
+def test_a_different_plan_on_one_rank_is_refused_on_all():
+    """FC-56: the plan's hash is compared once, before any group exists."""
+    result, answers = _run(3, "mpi", "another plan on one rank")
+    assert result.returncode == ExitCode.LAUNCH
+    assert len(answers) == 3
+    assert all("different plans" in answer["error"] for answer in answers)
+
+
+@pytest.mark.mpi
+def test_one_process_on_purpose_is_refused_where_several_were_started():
+    result, answers = _run(2, "single", "plain")
+    assert result.returncode == ExitCode.LAUNCH
+    assert all("started 2 tasks" in answer["error"] for answer in answers)
+
+
+def test_one_process_on_purpose_is_a_world():
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
+    env["PYTHONPATH"] = str(ROOT)
+    result = subprocess.run(
+        [sys.executable, PROGRAM, "single", "plain"], capture_output=True, text=True, env=env, timeout=60, check=True
+    )
+    assert json.loads(result.stdout)["world_size"] == 1
+
+
+@pytest.mark.parametrize("source", ["auto", "env"])
+def test_torchruns_variables_become_a_world(source):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, source, "plain"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**env, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+        )
+        for rank in range(2)
+    ]
+    worlds = [json.loads(process.communicate(timeout=90)[0]) for process in ranks]
+    assert [world["rank"] for world in worlds] == [0, 1]
+    assert all(world["sum"] == 1 and world["told"] == ["from", 1] for world in worlds)

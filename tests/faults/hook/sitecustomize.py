@@ -1,0 +1,47 @@
+"""Put on PYTHONPATH of ranks by `FaultPlan`: patches the training loop once it is imported, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+
+_LOOP = "hpc_train.train.loop"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != _LOOP:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_and_patch(module):
+            execute(module)
+            _patch(module)
+
+        spec.loader.exec_module = exec_and_patch
+        return spec
+
+
+def _patch(loop):
+    faults = {(rank, step): kind for kind, rank, step in json.loads(os.environ["HPC_TRAIN_TEST_FAULTS"])}
+    micro_batches = loop._micro_batches
+
+    def with_fault(run, step):
+        kind = faults.get((run.world.rank, run.step)) if not step.heldout else None
+        if kind == "fail":
+            raise RuntimeError(f"planned fault on rank {run.world.rank} at step {run.step}")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return micro_batches(run, step)
+
+    loop._micro_batches = with_fault
+
+
+if "HPC_TRAIN_TEST_FAULTS" in os.environ:
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,29 @@
+"""Faults that a test plans and a rank then really suffers: an exception, SIGKILL, or a hang, at a step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "HPC_TRAIN_TEST_FAULTS"
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Faults by rank and step. `environment` carries them to the ranks, which meet them before that step's work."""
+
+    faults: tuple[tuple[str, int, int], ...] = ()
+
+    def fail(self, *, rank: int, step: int) -> FaultPlan:
+        """An exception that nobody expected."""
+        return FaultPlan((*self.faults, ("fail", rank, step)))
+
+    def kill(self, *, rank: int, step: int) -> FaultPlan:
+        """SIGKILL, as from the kernel when memory is out."""
+        return FaultPlan((*self.faults, ("kill", rank, step)))
+
+    def environment(self) -> dict[str, str]:
+        path = [str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")]
+        return {VARIABLE: json.dumps(self.faults), "PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -1,0 +1,140 @@
+"""The whole command on one machine: it trains, resumes exactly, and refuses bad input on every rank at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import ExitCode
+from tests.faults.plan import FaultPlan
+from tests.train.runs import hpc_train, metrics, write_config, write_corpus
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "corpus")
+    return tmp_path
+
+
+def _run(folder: Path, *overrides: str, run: str = "run", num_ranks: int = 2, faults: FaultPlan | None = None):
+    return hpc_train(
+        ["run", folder / "config.yaml", "-n", num_ranks, "--run-dir", folder / run, *overrides],
+        env=faults.environment() if faults else None,
+    )
+
+
+def test_a_run_leaves_metrics_checkpoints_plan_and_outcome(folder):
+    write_config(folder)
+    result = _run(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = folder / "run"
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
+    assert (run / "checkpoints/latest").read_text() == "step_0000006\n"
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "done"
+    assert json.loads((run / "plan.json").read_text())["world_size"] == 2
+    assert (run / "ranks.tsv").read_text().splitlines()[0].split("\t")[:3] == ["rank", "host", "node_rank"]
+    assert re.search(r"r0 \| step 6/6 \| loss", result.stdout)
+
+
+def test_a_run_killed_in_the_middle_continues_and_ends_as_one_left_alone_bit_for_bit(folder):
+    write_config(folder)
+    assert _run(folder, run="alone").returncode == 0
+    killed = _run(folder, run="killed", faults=FaultPlan().kill(rank=1, step=4))
+    assert killed.returncode not in (0, 2)
+    assert [line["step"] for line in metrics(folder / "killed")] == [1, 2, 3]
+    again = _run(folder, run="killed")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in again.stdout
+    assert metrics(folder / "killed") == metrics(folder / "alone")
+
+
+def test_the_number_of_ranks_changes_no_loss(folder):
+    write_config(folder, global_batch_size=6)
+    for num_ranks in (1, 3):
+        assert _run(folder, run=f"run{num_ranks}", num_ranks=num_ranks).returncode == 0
+    for one, three in zip(metrics(folder / "run1"), metrics(folder / "run3"), strict=True):
+        assert three["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert three["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert three["tokens"] == one["tokens"]
+
+
+def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder):
+    write_config(folder, steps=100000, global_batch_size=6)
+    start = time.monotonic()
+    result = _run(folder, num_ranks=3, faults=FaultPlan().fail(rank=1, step=3))
+    assert time.monotonic() - start < 60
+    assert result.returncode == ExitCode.INTERNAL
+    record = json.loads((folder / "run/failure.json").read_text())
+    assert (record["rank"], record["exit_code"]) == (1, 1)
+    assert "planned fault on rank 1 at step 3" in record["message"]
+    log = "".join(path.read_text() for path in sorted((folder / "run/logs").iterdir()))
+    errors = [line for line in log.splitlines() if re.search(r" r\d+ \| error \(rank", line)]
+    assert "error (rank 1 on" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["train.global_batch_size=5"], ExitCode.USAGE, "global_batch_size=5 is not a multiple of dp"),
+        (["train.stepz=5"], ExitCode.USAGE, "did you mean steps"),
+        (["parallel.dp=3"], ExitCode.USAGE, "2 ranks do not fill a mesh"),
+        (["model.vocab_size=50"], ExitCode.DATA, "has the token id 63, and model.vocab_size=50"),
+        (["data.train.0.loss_mask=true"], ExitCode.DATA, "does not exist"),
+        (["data.train.0.prefix=nowhere"], ExitCode.DATA, "nowhere"),
+    ],
+)
+def test_bad_input_has_the_exit_code_of_the_table_and_one_message(folder, overrides, code, message):
+    write_config(folder)
+    result = _run(folder, *overrides)
+    said = result.stdout + result.stderr
+    assert result.returncode == code, said
+    assert message in said
+    # A rank says it once with its prefix; the driver then names the first failure.
+    assert len([line for line in said.splitlines() if "| error (rank" in line]) <= 1
+    assert "Traceback" not in said
+
+
+def test_a_truncated_data_file_is_refused_with_both_sizes(folder):
+    write_config(folder)
+    path = folder / "corpus.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    result = _run(folder)
+    assert result.returncode == ExitCode.DATA
+    assert "corpus.bin" in result.stdout + result.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder):
+    write_config(folder)
+    assert _run(folder).returncode == 0
+    result = _run(folder, "model.hidden_size=64")
+    assert result.returncode in (ExitCode.USAGE, ExitCode.CHECKPOINT)
+    assert "hidden_size" in result.stdout + result.stderr
+
+
+def test_damaged_checkpoints_without_a_sound_one_stop_the_run_with_code_5(folder):
+    write_config(folder)
+    assert _run(folder, "checkpoint.keep=1").returncode == 0
+    for path in (folder / "run/checkpoints/step_0000006").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    result = _run(folder, "train.steps=8")
+    assert result.returncode == ExitCode.CHECKPOINT
+    assert "none can be read" in result.stdout + result.stderr
+
+
+def test_losses_that_are_not_finite_stop_the_run_after_the_bound(folder):
+    write_config(folder, max_skipped_steps=3, steps=50)
+    result = _run(folder, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "optimizer.clip_grad_norm=null")
+    assert result.returncode == ExitCode.INTERNAL
+    assert "steps in a row" in result.stdout + result.stderr
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines[-3:]] == [True] * 3
+    assert lines[-1]["loss"] is None
