@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Literal
 
 from hpc_train.errors import LaunchError
 
@@ -36,10 +36,13 @@ def start_child(
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     close_fds: bool = True,
-    new_session: bool = True,
+    own: Literal["session", "group"] = "session",
     death_signal: int = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
     """Start a program that gets `death_signal` when this process ends, whatever ends it.
+
+    It is the first of a session of its own, or of a process group: Slurm's process tracking by sessions does
+    not see what has left the step's.
 
     Call it from the main thread: the kernel's promise is bound to the thread that started the child.
 
@@ -62,11 +65,17 @@ def start_child(
             stdout=stdout,
             stderr=stderr,
             close_fds=close_fds,
-            start_new_session=new_session,
+            start_new_session=own == "session",
+            process_group=0 if own == "group" else None,
             preexec_fn=prepare,
         )
     except OSError as problem:
         raise LaunchError(f"{argv[0]} cannot be started: {problem.strerror}") from problem
+
+
+def end_with_parent(death_signal: int = signal.SIGTERM) -> None:
+    """Have the kernel send `death_signal` to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -6,6 +6,7 @@ It never initialises MPI, so PROGRAM may: what PMI needs stays in the child's en
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -27,7 +28,7 @@ from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.slurm import read_step
 from hpc_train.errors import HpcTrainError, LaunchError
-from hpc_train.launch.children import start_child
+from hpc_train.launch.children import end_with_parent, start_child
 from hpc_train.launch.follow import write_all
 from hpc_train.launch.rendezvous import Endpoint, RendezvousClient
 from hpc_train.launch.run_folder import RANKS_FILE
@@ -64,6 +65,7 @@ class Place:
 
 def main(arguments: Sequence[str]) -> int:
     """Run PROGRAM as one rank; the driver of `exec` starts this on every slot."""
+    end_with_parent()
     env = process_env()
     run_dir = Path(env["HPC_TRAIN_RUN_DIR"])
     host, slot = find_slot(env, own_process())
@@ -152,13 +154,16 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         close_fds=False,  # PMI2 reaches the child by a file that the task inherited; ours are not passed
-        new_session=False,
+        own="group",
         death_signal=signal.SIGKILL,
     )
     _pass_signals_to(child)
     copiers = _prefix_lines_of(child, place)
     store = StoreHolder(listener, endpoint, child) if listener is not None else None
     code = child.wait()
+    with contextlib.suppress(ProcessLookupError):
+        # What the program left behind would keep the pipes, and so this task, open.
+        os.killpg(child.pid, signal.SIGKILL)
     for copier in copiers:
         copier.join(timeout=5.0)
     if store is not None and store.problem is not None:

@@ -63,10 +63,14 @@ class RanksToStart:
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """How the launcher ended: its exit code (negative: the signal that ended it), and why we stopped it."""
+    """How the launcher ended: its exit code (negative: the signal that ended it), and why we stopped it.
+
+    by_signal: because the driver itself was told to stop, not because of what `watch` saw.
+    """
 
     code: int
-    stopped: str | None
+    stopped: str | None = None
+    by_signal: bool = False
 
 
 def run_ranks(
@@ -99,7 +103,7 @@ def run_ranks(
         left = children.end_descendants()
     if left:
         say(f"ended {left} processes that the ranks had left behind")
-    return RanksEnd(code, stopper.reason)
+    return RanksEnd(code, stopper.reason, stopper.signal_received is not None)
 
 
 def node_log(run_dir: Path, node: str) -> Path:

@@ -77,6 +77,10 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
 
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
     """
+    if end.stopped is not None and end.by_signal:
+        return Outcome("stopped", int(ExitCode.INTERNAL), end.stopped, None)
+    if end.stopped is not None:
+        return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
     failure = log.read_failure(run_dir)
     if failure is not None and end.code != 0:
         code = failure.get("exit_code")
@@ -84,8 +88,6 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
         exit_code = code if isinstance(code, int) and is_fit else int(ExitCode.INTERNAL)
         where = f"rank {failure.get('rank')} on {failure.get('host')}"
         return Outcome("failed", exit_code, f"{where}: {failure.get('message')}", failure)
-    if end.stopped is not None:
-        return Outcome("stopped", int(ExitCode.INTERNAL), end.stopped, None)
     if end.code == 0:
         written = read_json(run_dir / OUTCOME_FILE) or {}
         code = written.get("exit_code", 0)

@@ -32,3 +32,19 @@ def write_config(folder: Path, name: str = "little", **sections: dict[str, objec
 
 def small_config(folder: Path, **sections: dict[str, object]) -> Config:
     return load_config(write_config(folder, **sections))
+
+
+def write_training_config(folder: Path, name: str = "little", **sections: dict[str, object]) -> Path:
+    """A configuration with real data that trains in a second: random documents of a small vocabulary."""
+    import numpy as np
+
+    from hpc_train.data.index import TokenFileWriter
+
+    random = np.random.default_rng(0)
+    with TokenFileWriter(folder / "tokens", np.uint16) as writer:
+        for length in random.integers(5, 60, size=80):
+            writer.add_document(random.integers(0, 64, size=length))
+        writer.finish()
+    model: dict[str, object] = {"hidden_size": 16, "num_heads": 2, "vocab_size": 64, **sections.pop("model", {})}
+    data: dict[str, object] = {"seq_len": 16, "train": [{"prefix": str(folder / "tokens")}]}
+    return write_config(folder, name, model=model, data=data, **sections)

@@ -36,9 +36,9 @@ def test_a_task_finds_itself_by_its_node_and_its_index_there() -> None:
 
 
 def test_a_task_that_was_not_planned_is_refused() -> None:
-    with pytest.raises(LaunchError, match="slot 2 of node n2.*has 2 ranks there"):
+    with pytest.raises(LaunchError, match=r"slot 2 of node n2.*has 2 ranks there"):
         find_place(TABLE, "n2", 2)
-    with pytest.raises(LaunchError, match="slot 0 of node n9.*the hosts n1, n2, n3"):
+    with pytest.raises(LaunchError, match=r"slot 0 of node n9.*the hosts n1, n2, n3"):
         find_place(TABLE, "n9", 0)
 
 

@@ -15,26 +15,28 @@ def failure(run_dir: Path, **more: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "stopped", "outcome", "exit_code"),
-    [
-        (0, None, "done", 0),
-        (3, None, "failed", 3),
-        (14, None, "failed", 1),
-        (139, None, "failed", 1),
-        (-9, None, "failed", 1),
-        (143, "the driver got SIGTERM", "stopped", 1),
-    ],
+    ("code", "outcome", "exit_code"),
+    [(0, "done", 0), (3, "failed", 3), (14, "failed", 1), (139, "failed", 1), (-9, "failed", 1)],
 )
-def test_without_a_record_the_launcher_s_code_decides(
-    tmp_path: Path, code: int, stopped: str | None, outcome: str, exit_code: int
-) -> None:
-    decided = decide_outcome(tmp_path, RanksEnd(code, stopped))
+def test_without_a_record_the_launcher_s_code_decides(tmp_path: Path, code: int, outcome: str, exit_code: int) -> None:
+    decided = decide_outcome(tmp_path, RanksEnd(code))
     assert (decided.outcome, decided.exit_code) == (outcome, exit_code)
+
+
+def test_a_run_that_was_told_to_stop_did_not_fail_although_its_ranks_were_killed(tmp_path: Path) -> None:
+    failure(tmp_path, exit_code=143, message="bash was ended by SIGTERM")
+    decided = decide_outcome(tmp_path, RanksEnd(143, "the driver got SIGTERM", by_signal=True), any_code=True)
+    assert (decided.outcome, decided.exit_code) == ("stopped", 1)
+
+
+def test_ranks_that_did_not_meet_are_a_failed_launch(tmp_path: Path) -> None:
+    decided = decide_outcome(tmp_path, RanksEnd(143, "1 of 4 ranks were not heard from"))
+    assert (decided.outcome, decided.exit_code) == ("failed", 3)
 
 
 def test_the_first_failure_decides_whatever_code_the_launcher_ends_with(tmp_path: Path) -> None:
     failure(tmp_path)
-    decided = decide_outcome(tmp_path, RanksEnd(143, None))
+    decided = decide_outcome(tmp_path, RanksEnd(143))
     assert decided.exit_code == 4
     assert decided.reason == "rank 3 on n2: corpus.bin is cut short"
     assert decided.failure is not None
@@ -43,18 +45,18 @@ def test_the_first_failure_decides_whatever_code_the_launcher_ends_with(tmp_path
 
 def test_codes_above_127_are_passed_on_for_foreign_programs_only(tmp_path: Path) -> None:
     failure(tmp_path, exit_code=137)
-    assert decide_outcome(tmp_path, RanksEnd(137, None)).exit_code == 1
-    assert decide_outcome(tmp_path, RanksEnd(137, None), any_code=True).exit_code == 137
+    assert decide_outcome(tmp_path, RanksEnd(137)).exit_code == 1
+    assert decide_outcome(tmp_path, RanksEnd(137), any_code=True).exit_code == 137
 
 
 def test_what_a_rank_wrote_about_a_good_end_is_kept(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"outcome": "requeue", "exit_code": 10, "reason": "time is up"}')
-    decided = decide_outcome(tmp_path, RanksEnd(0, None))
+    decided = decide_outcome(tmp_path, RanksEnd(0))
     assert (decided.outcome, decided.exit_code, decided.reason) == ("requeue", 10, "time is up")
 
 
 def test_running_out_of_memory_is_said_in_words(tmp_path: Path) -> None:
-    assert "out of memory" in decide_outcome(tmp_path, RanksEnd(253, None)).reason
+    assert "out of memory" in decide_outcome(tmp_path, RanksEnd(253)).reason
 
 
 def test_the_traceback_is_shown_for_internal_errors_only(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_the_traceback_is_shown_for_internal_errors_only(tmp_path: Path) -> None
 
 
 def test_the_outcome_is_written_whole(tmp_path: Path) -> None:
-    write_outcome(tmp_path, decide_outcome(tmp_path, RanksEnd(0, None)), attempt=2, job_id="7")
+    write_outcome(tmp_path, decide_outcome(tmp_path, RanksEnd(0)), attempt=2, job_id="7")
     record = json.loads((tmp_path / "outcome.json").read_text())
     assert {key: record[key] for key in ("outcome", "exit_code", "attempt", "job_id")} == {
         "outcome": "done", "exit_code": 0, "attempt": 2, "job_id": "7",

@@ -1,0 +1,81 @@
+"""`exec` inside real Slurm jobs of several nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import programs
+from tests.launch.test_exec_mpi import ROOT, lines_by_rank
+
+pytestmark = pytest.mark.slurm
+
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_that_all_nodes_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def exec_in_job(slurm: Any, job: list[str], *program: str) -> subprocess.CompletedProcess[str]:
+    command = ["salloc", "--quiet", *job, sys.executable, "-m", "hpc_train", "exec", "--run-dir", "run", "--", *program]
+    done: subprocess.CompletedProcess[str] = slurm.run(command, timeout=110, env=ENV)
+    return done
+
+
+def test_a_plain_torch_program_runs_over_two_nodes(slurm: Any) -> None:
+    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=2"], sys.executable, "-c", programs.TORCH)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = lines_by_rank(done.stdout)
+    assert lines == {rank: [f"sum 10 size 4 local {rank % 2}"] for rank in range(4)}
+
+
+def test_a_program_that_uses_mpi4py_itself_runs_over_two_nodes(slurm: Any) -> None:
+    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=2"], sys.executable, "-c", programs.MPI)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines_by_rank(done.stdout) == {rank: ["mpi 6 of 4"] for rank in range(4)}
+
+
+def test_ranks_that_do_not_spread_evenly_are_placed_as_planned(slurm: Any) -> None:
+    """FC-04, FC-17: rank 0's own address is told, whatever the list of nodes says."""
+    done = exec_in_job(slurm, ["-N3", "-n4"], sys.executable, "-c", programs.VARIABLES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {rank: json.loads(lines[0]) for rank, lines in lines_by_rank(done.stdout).items()}
+    rows = [line.split("\t") for line in Path("run/ranks.tsv").read_text().splitlines()[1:]]
+    assert [(found[rank]["host"], found[rank]["LOCAL_RANK"]) for rank in range(4)] == [(row[1], row[3]) for row in rows]
+    assert [found[rank]["LOCAL_WORLD_SIZE"] for rank in range(4)] == ["2", "2", "1", "1"]
+    assert len({(found[rank]["MASTER_ADDR"], found[rank]["MASTER_PORT"]) for rank in range(4)}) == 1
+    assert not found[0]["MASTER_ADDR"].startswith("127.")
+
+
+def test_one_rank_that_fails_ends_the_job_in_seconds_with_its_error(slurm: Any) -> None:
+    begin = time.monotonic()
+    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=1"], sys.executable, "-c", programs.ONE_FAILS)
+    assert done.returncode == 7
+    assert time.monotonic() - begin < 45
+    assert "first failure: rank 1 on" in done.stderr
+    assert json.loads(Path("run/failure.json").read_text())["exit_code"] == 7
+
+
+def test_each_node_has_its_agent_and_its_log(slurm: Any) -> None:
+    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=1"], "sleep", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    agents = sorted(Path("run/logs").glob("agent-*.log"))
+    assert len(agents) == 2
+    for log in agents:
+        assert "is ready" in log.read_text()
+        assert "the driver has ended" in log.read_text()
+
+
+def test_inside_a_step_exec_refuses_to_start_once_more(slurm: Any) -> None:
+    command = ["srun", "-n2", sys.executable, "-m", "hpc_train", "exec", "--", "true"]
+    done = slurm.run(command, timeout=60, env=ENV)
+    assert done.returncode == 3
+    assert "without srun, mpirun or torchrun before it" in done.stderr
