@@ -4,7 +4,7 @@
 # the tests that need the packages are then skipped and counted.
 set -euo pipefail
 
-packages=(slurm-wlm munge iproute2 lmod procps)
+packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps)
 
 say() { printf 'setup_system: %s\n' "$*"; }
 

@@ -9,13 +9,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpc_train import log
 from hpc_train.cluster import devices, network
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import ProcessFacts, own_process
@@ -24,8 +28,7 @@ from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchCont
 from hpc_train.comm.mpi import check_world, library_version, load_mpi
 from hpc_train.comm.world import World
 from hpc_train.config import LaunchConfig
-from hpc_train.errors import LaunchError
-from hpc_train.log import warn
+from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
 if TYPE_CHECKING:
@@ -64,7 +67,29 @@ def bootstrap(
         return _join(_Identity.single(), SingleControl(), None, launch, device, "single")
     if chosen == "env":
         return _bootstrap_env(env, launch, device)
+    hint = rank_hint(env, process)
+    _leave_at_once_on_uncaught_errors(hint.rank if hint else None)
     return _bootstrap_mpi(env, process, plan, launch, device)
+
+
+def _leave_at_once_on_uncaught_errors(launcher_rank: int | None) -> None:
+    """An error that nobody catches ends this process without MPI_Finalize, which would wait for the others.
+
+    Its exit code is that of the table, and an error that all ranks share is printed by one of them.
+    """
+    before = sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shared_by = getattr(error, "reporter", None)
+        if not isinstance(error, HpcTrainError) or shared_by is None:
+            before(kind, error, trace)
+        elif shared_by == launcher_rank:
+            log.say(f"error (rank {launcher_rank} on {socket.gethostname()}): {error}", sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL))
+
+    sys.excepthook = leave
 
 
 @dataclass(frozen=True)
@@ -299,7 +324,7 @@ def _choose_device(
         env, local_rank, local_world_size, torch.cuda.device_count()
     )
     if choice.warning and local_rank == 0:
-        warn(choice.warning)
+        log.warn(choice.warning)
     return torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
 
 

@@ -105,6 +105,22 @@ def test_a_different_plan_on_one_rank_is_refused_on_all():
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(("raised", "code"), [("ValueError('x')", 1), ("hpc_train.errors.DataError('x')", 4)])
+def test_an_uncaught_error_on_one_rank_ends_all_in_seconds_with_its_code(raised, code, tmp_path):
+    """MPI_Finalize at exit would wait for the ranks that wait in the collective."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hpc_train, hpc_train.errors, torch, torch.distributed as dist\n"
+        "world = hpc_train.bootstrap()\n"
+        f"if world.rank == 1: raise {raised}\n"
+        "dist.all_reduce(torch.ones(1)); world.control.barrier()\n"
+    )
+    result = run_mpi([script], 3, timeout_s=60)
+    assert result.returncode == code
+    assert "x" in result.stderr
+
+
+@pytest.mark.mpi
 def test_one_process_on_purpose_is_refused_where_several_were_started():
     result, answers = _run(2, "single", "plain")
     assert result.returncode == ExitCode.LAUNCH
