@@ -7,6 +7,7 @@ It never initialises MPI, so PROGRAM may: what PMI needs stays in the child's en
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -231,9 +232,9 @@ class StoreHolder:
 
     def _start(self) -> None:
         try:
-            from torch.distributed import TCPStore
-
-            self._store = TCPStore(
+            # By name: this package works without torch, and only rank 0's task on its node gets here.
+            distributed = importlib.import_module("torch.distributed")
+            self._store = distributed.TCPStore(
                 self._endpoint.host,
                 self._endpoint.port,
                 is_master=True,
