@@ -7,6 +7,7 @@ a start.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -27,6 +28,10 @@ PLAN_FILE = "plan.json"
 RANKS_FILE = "ranks.tsv"
 SUBMIT_FILE = "submit.sh"
 REQUEST_FILE = "plan.request.json"
+
+
+_CLAIM_TRIES = 100
+"""At 20 ms each; a claim takes a few operations on files, so two seconds are long."""
 
 
 @dataclass(frozen=True)
@@ -182,30 +187,44 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _link_owner(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
+    """Put our claim in place; returns the owner that was found gone, if there was one.
+
+    A missing claim is linked, which one can do. A stale one is replaced, without a gap, by whoever linked the
+    marker that names it, and only if it is still in place then: nobody else changes it meanwhile.
+    """
     path = run_dir / OWNER_FILE
     descriptor, name = tempfile.mkstemp(prefix=f".{OWNER_FILE}.", dir=run_dir)
     temporary = Path(name)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(asdict(owner), file)
-    previous = None
     try:
-        for _ in range(10):
-            try:
-                os.link(temporary, path)
-                return previous
-            except FileExistsError:
-                previous = _set_aside(run_dir, owner, job_is_live)
+        for _ in range(_CLAIM_TRIES):
+            if _link(temporary, path):
+                return None
+            stale = _stale_owner(run_dir, owner, job_is_live)
+            if stale is None:
+                continue
+            marker = run_dir / f".{OWNER_FILE}.replacing.{_digest(stale)}"
+            if _link(temporary, marker):
+                try:
+                    if read_owner(run_dir) == stale:
+                        os.replace(temporary, path)
+                        return stale
+                finally:
+                    marker.unlink()
+            time.sleep(0.02)
     finally:
         temporary.unlink(missing_ok=True)
-    raise ConfigError(f"the run folder {run_dir} is being claimed by several runs at once; start one of them")
+    raise ConfigError(
+        f"the run folder {run_dir} is being claimed by several runs at once; start one of them. If none is "
+        f"running, remove the files {OWNER_FILE} and .{OWNER_FILE}.* in it"
+    )
 
 
-def _set_aside(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
-    """Remove the claim of a run that is gone, or refuse; returns whose claim it was."""
+def _stale_owner(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
+    """The present owner if it is gone, None if the claim is; refuses where the owner is alive or may be."""
     previous = read_owner(run_dir)
     if previous is None:
-        # Gone since, or a file that no driver wrote: links put whole files there.
-        (run_dir / OWNER_FILE).unlink(missing_ok=True)
         return None
     # A job that was requeued, perhaps to another node, owns what it owned before.
     same_job = owner.job_id is not None and previous.job_id == owner.job_id
@@ -213,26 +232,28 @@ def _set_aside(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | 
     live = False if requeued else is_live(previous, owner.host, job_is_live)
     if live is None:
         raise ConfigError(
-            f"the run folder {run_dir} is claimed by {previous.describe()}, and whether that still runs "
-            "cannot "
-            f"be seen from {owner.host}. If it does not, remove {run_dir / OWNER_FILE}"
+            f"the run folder {run_dir} is claimed by {previous.describe()}, and whether that still runs cannot be "
+            f"seen from {owner.host}. If it does not, remove {run_dir / OWNER_FILE}"
         )
     if live:
         raise ConfigError(
             f"the run folder {run_dir} belongs to a run that is alive: {previous.describe()}. Wait for it, "
             f"stop it by `hpc-train cancel {run_dir}`, or give another folder by --run-dir"
         )
-    aside = run_dir / f".{OWNER_FILE}.stale.{owner.host}.{owner.pid}"
-    try:
-        os.rename(run_dir / OWNER_FILE, aside)
-    except FileNotFoundError:
-        return previous
-    found = read_json(aside)
-    if found != asdict(previous):
-        # Another driver was quicker and its fresh claim was moved: put it back and lose against it.
-        os.link(aside, run_dir / OWNER_FILE)
-    aside.unlink(missing_ok=True)
     return previous
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give a file a second name; false if the name is taken."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _digest(owner: Owner) -> str:
+    return hashlib.sha256(json.dumps(asdict(owner), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _umask() -> int:
