@@ -59,7 +59,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        return _hash_of(self._document())
+        return _hash_of(self._document)
 
     def lookup(self, node: str, gpu: int) -> int:
         """The rank planned for a slot of a node.
@@ -82,8 +82,12 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        document = self._document()
-        return json.dumps({"version": document.pop("version"), "hash": self.hash, **document}, indent=1) + "\n"
+        """The file: a line for each entry, and for each rank."""
+        document = {"version": self.version, "hash": self.hash, **self._document}
+        texts = {key: json.dumps(value) for key, value in document.items() if key != "ranks"}
+        # Not by `indent`, with which Python's encoder takes a second for 16,384 ranks.
+        texts["ranks"] = "[\n  " + ",\n  ".join(map(json.dumps, document["ranks"])) + "\n ]"
+        return "{\n " + ",\n ".join(f"{json.dumps(key)}: {texts[key]}" for key in document) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -125,6 +129,7 @@ class Plan:
     def _rank_by_place(self) -> dict[tuple[str, int], int]:
         return {(planned.node, planned.gpu): planned.rank for planned in self.ranks}
 
+    @cached_property
     def _document(self) -> dict[str, Any]:
         return {
             "version": self.version,
