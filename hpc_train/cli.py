@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(_COMMANDS[options.command](options))
     except HpcTrainError as error:
-        print(f"hpc-train: error: {error}", file=sys.stderr)
+        if _is_ours_to_say(error):
+            print(f"hpc-train: error: {error}", file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("hpc-train: interrupted", file=sys.stderr)
@@ -47,6 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough, as in `hpc-train logs | head`.
         sys.stderr.close()
         return int(ExitCode.INTERNAL)
+
+
+def _is_ours_to_say(error: HpcTrainError) -> bool:
+    """An error that all ranks meet alike names the one rank that prints it."""
+    reporter = getattr(error, "reporter", None)
+    if reporter is None:
+        return True
+    from hpc_train.cluster.environment import process_env
+    from hpc_train.cluster.process import own_process
+    from hpc_train.cluster.situation import rank_hint
+
+    hint = rank_hint(process_env(), own_process())
+    return hint is None or hint.rank == reporter
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", help="run folder")
     report.add_argument("--out", metavar="DIR", help="where to write (default: the run folder)")
+    report.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
     return parser
 
 
@@ -83,9 +98,10 @@ def split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _data(options: argparse.Namespace) -> int:
+    from hpc_train.cluster.environment import process_env
     from hpc_train.data.command import run_data_command
 
-    return run_data_command(options)
+    return run_data_command(options, process_env())
 
 
 def _run(options: argparse.Namespace) -> int:

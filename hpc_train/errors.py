@@ -25,9 +25,13 @@ class ExitCode(IntEnum):
 
 
 class HpcTrainError(Exception):
-    """Base of all errors that are the user's to mend; shown without a traceback."""
+    """Base of all errors that are the user's to mend; shown without a traceback.
+
+    reporter: where all ranks raise alike, the one rank that prints it; None: whoever raised it.
+    """
 
     exit_code = ExitCode.INTERNAL
+    reporter: int | None = None
 
 
 class ConfigError(HpcTrainError, ValueError):

@@ -20,9 +20,7 @@ import pytest
 from tests import processes, ranks
 
 hypothesis.settings.register_profile("hpc_train", deadline=None, print_blob=True)
-hypothesis.settings.register_profile(
-    "ci", parent=hypothesis.settings.get_profile("hpc_train"), derandomize=True
-)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("hpc_train"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "hpc_train")
 
 

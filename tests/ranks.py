@@ -197,9 +197,7 @@ def _collect(members: Sequence[_Member], deadline: float, timeout_s: float) -> l
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             left = sorted(member.rank for member in waiting.values())
-            raise RankFailed(
-                _stacks(members, f"ranks {left} of {len(members)} did not end within {timeout_s:g} s")
-            )
+            raise RankFailed(_stacks(members, f"ranks {left} of {len(members)} did not end within {timeout_s:g} s"))
         for pipe in ready:
             assert isinstance(pipe, Connection)
             member = waiting.pop(pipe)
@@ -229,9 +227,7 @@ def _stacks(members: Sequence[_Member], problem: str) -> str:
     for member in members:
         stack = member.stack_file.read_text() if member.stack_file.exists() else ""
         state = "" if member.process.is_alive() else f" (ended, exit code {member.process.exitcode})"
-        lines.append(
-            f"--- rank {member.rank}{state}\n{stack or 'no stack: it has not come to Python code yet'}"
-        )
+        lines.append(f"--- rank {member.rank}{state}\n{stack or 'no stack: it has not come to Python code yet'}")
     return "\n".join(lines)
 
 

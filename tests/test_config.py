@@ -15,9 +15,7 @@ def test_every_recipe_is_a_valid_configuration_that_survives_being_saved(name):
 
 
 def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
-    config = load_config(
-        "tiny", ["train.steps=7", "train.steps=9", "data.train.0.weight=2", "optimizer.lr=3e-4"]
-    )
+    config = load_config("tiny", ["train.steps=7", "train.steps=9", "data.train.0.weight=2", "optimizer.lr=3e-4"])
     assert (config.train.steps, config.data.train[0].weight, config.optimizer.lr) == (9, 2.0, 3e-4)
 
 

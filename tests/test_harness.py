@@ -70,9 +70,7 @@ def _alive(pid: int) -> bool:
 def test_ranks_reduce_over_gloo_and_their_results_come_in_rank_order(world_size: int) -> None:
     results = run_ranks(_sum_of_ranks, world_size, 10, env={"X": "seen"})
     total = 10.0 * sum(range(world_size))
-    assert results == [
-        {"rank": rank, "total": total, "threads": 1, "env": "seen"} for rank in range(world_size)
-    ]
+    assert results == [{"rank": rank, "total": total, "threads": 1, "env": "seen"} for rank in range(world_size)]
 
 
 def test_the_error_of_a_rank_is_raised_with_its_traceback_and_the_others_end_in_seconds() -> None:
@@ -115,9 +113,7 @@ def test_what_a_rank_started_is_killed_with_it(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_run_mpi_starts_ranks_of_one_world(tmp_path: Path) -> None:
     script = tmp_path / "size.py"
-    script.write_text(
-        "from mpi4py import MPI\nprint('rank', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)\n"
-    )
+    script.write_text("from mpi4py import MPI\nprint('rank', MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)\n")
     done = run_mpi(script, 3)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3" for rank in range(3)]

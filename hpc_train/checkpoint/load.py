@@ -120,4 +120,3 @@ def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tens
     if zlib.crc32(raw.data) != stored.crc32:
         raise CheckpointError(f"{file_path} is damaged: the checksum of the bytes at {stored.start} does not match")
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).view(stored.box.sizes)
-

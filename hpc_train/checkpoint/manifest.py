@@ -80,9 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parse(tree: dict[str, Any]) -> Manifest:
     tensors = {
-        name: StoredTensor(
-            tensor["dtype"], tuple(tensor["shape"]), tuple(_parse_box(box) for box in tensor["boxes"])
-        )
+        name: StoredTensor(tensor["dtype"], tuple(tensor["shape"]), tuple(_parse_box(box) for box in tensor["boxes"]))
         for name, tensor in tree["tensors"].items()
     }
     return Manifest(int(tree["step"]), tree["values"], tensors, tree["files"])

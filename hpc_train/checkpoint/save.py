@@ -94,9 +94,7 @@ def _write_pieces(temporary: Path, pieces: Sequence[StatePiece], world: World) -
         piece = by_key[result.index.fqn, tuple(result.index.offset or ())]
         start, num_bytes, crc32 = _raw_payload(temporary / stored.relative_path, stored.offset, stored.length)
         if num_bytes != piece.data.numel() * piece.data.element_size():
-            raise CheckpointError(
-                f"{piece.name}: {num_bytes} bytes were written for {piece.data.numel()} elements"
-            )
+            raise CheckpointError(f"{piece.name}: {num_bytes} bytes were written for {piece.data.numel()} elements")
         notes.append(
             {
                 "name": piece.name,
@@ -242,9 +240,7 @@ def _write_torch_metadata(temporary: Path, notes: list[dict[str, Any]]) -> None:
     results = []
     for note in notes:
         properties = TensorProperties(dtype=getattr(torch, note["dtype"]))
-        tensor = tensors.setdefault(
-            note["name"], TensorStorageMetadata(properties, torch.Size(note["shape"]), [])
-        )
+        tensor = tensors.setdefault(note["name"], TensorStorageMetadata(properties, torch.Size(note["shape"]), []))
         offsets = torch.Size(note["offsets"])
         index = MetadataIndex(note["name"], offsets, len(tensor.chunks))
         tensor.chunks.append(ChunkStorageMetadata(offsets, torch.Size(note["sizes"])))

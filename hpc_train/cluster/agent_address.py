@@ -32,9 +32,7 @@ def agent_socket_name(job_key: str, uid: int) -> str:
     return name
 
 
-def ask_agent(
-    job_key: str, uid: int, message: Mapping[str, Any], *, timeout_s: float = 2.0
-) -> dict[str, Any] | None:
+def ask_agent(job_key: str, uid: int, message: Mapping[str, Any], *, timeout_s: float = 2.0) -> dict[str, Any] | None:
     """Send one message to the agent of this node and return its answer; None if no agent answers.
 
     Messages: `{"say": "hello", "rank": 3}` announces the calling process as a rank (the agent takes the process

@@ -320,9 +320,7 @@ def _choose_device(
 
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    choice = devices.choose_device(
-        env, local_rank, local_world_size, torch.cuda.device_count()
-    )
+    choice = devices.choose_device(env, local_rank, local_world_size, torch.cuda.device_count())
     if choice.warning and local_rank == 0:
         log.warn(choice.warning)
     return torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)

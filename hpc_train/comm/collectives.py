@@ -103,9 +103,7 @@ def all_reduce_sum(values: list[float], group: Group, device: torch.device) -> l
     return [float(value) for value in tensor]
 
 
-def _exchange_and_add(
-    parts: torch.Tensor, mine: torch.Tensor, start: int, stop: int, group: Group
-) -> None:
+def _exchange_and_add(parts: torch.Tensor, mine: torch.Tensor, start: int, stop: int, group: Group) -> None:
     peers = _peers(group)
     received = group.scratch(mine, (len(peers), stop - start))
     receives, sends = [], []

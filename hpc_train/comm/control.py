@@ -121,16 +121,12 @@ class TorchControl(Control):
         padded[: data.numel()] = data.to(self._device)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(received, padded)
-        return [
-            json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)
-        ]
+        return [json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)]
 
 
 def _split_json(received: np.ndarray, lengths: np.ndarray) -> list[Any]:
     ends = np.cumsum(lengths)
-    return [
-        json.loads(received[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)
-    ]
+    return [json.loads(received[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)]
 
 
 def _kind_of(error: BaseException) -> str:
@@ -149,5 +145,5 @@ def _raise_agreed(rank: int, failed: list[int], verdicts: list[Any], error: Base
     others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     where = f"rank {first} on {host}" if host else f"rank {first}"
     agreed = _KINDS.get(kind, CollectiveError)(f"{where}: {message}{others}")
-    agreed.reporter = first  # type: ignore[attr-defined]
+    agreed.reporter = first
     raise agreed from error

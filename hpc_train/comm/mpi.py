@@ -53,7 +53,7 @@ def check_world(mpi_rank: int, mpi_size: int, hint: RankHint | None, library: st
         f"{mpi_size}. The MPI library ({library}) does not speak the process manager interface (PMI) that the "
         f"launcher offers, so every task would train alone. {_cure(library, hint)}"
     )
-    error.reporter = 0 if hint.rank == 0 else -1  # type: ignore[attr-defined]
+    error.reporter = 0 if hint.rank == 0 else -1
     raise error
 
 

@@ -7,7 +7,6 @@ It never initialises MPI, so PROGRAM may: what PMI needs stays in the child's en
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import signal
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
@@ -172,6 +171,8 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
     if code == 0:
         if client is not None:
             client.finish(wait_for_all=store is not None)
+        if store is not None:
+            store.close()
         return 0
     raise _failure(program[0], code)
 
@@ -217,32 +218,42 @@ def _agree_on_endpoint(
 
 
 class StoreHolder:
-    """Gives a listening socket to torch's store, in the background since importing torch takes seconds.
+    """A process that keeps torch's store on our listening socket; if it fails, the program is ended.
 
-    Clients may connect before: they wait in the socket's backlog.
+    Clients may connect while it still imports torch: they wait in the socket's backlog.
     """
 
     def __init__(self, listener: socket.socket, endpoint: Endpoint, child: subprocess.Popen[bytes]) -> None:
         self.problem: str | None = None
-        self._store: Any = None
-        self._listener = listener
-        self._endpoint = endpoint
+        self._closed = False
         self._child = child
-        threading.Thread(target=self._start, name="store", daemon=True).start()
+        descriptor = listener.detach()
+        os.set_inheritable(descriptor, True)
+        arguments = [endpoint.host, str(endpoint.port), str(descriptor)]
+        self._process = start_child(
+            [sys.executable, "-m", "hpc_train.comm.store_holder", *arguments],
+            process_env(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            close_fds=False,
+            own="group",
+            death_signal=signal.SIGKILL,
+        )
+        os.close(descriptor)
+        self._watcher = threading.Thread(target=self._watch, name="store", daemon=True)
+        self._watcher.start()
 
-    def _start(self) -> None:
-        try:
-            # By name: this package works without torch, and only rank 0's task on its node gets here.
-            distributed = importlib.import_module("torch.distributed")
-            self._store = distributed.TCPStore(
-                self._endpoint.host,
-                self._endpoint.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._listener.detach(),
-            )
-        except Exception as error:
-            self.problem = f"{type(error).__name__}: {error}"
+    def close(self) -> None:
+        """End the store; its clients must be gone."""
+        self._closed = True
+        self._process.kill()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode(errors="replace").strip()
+        if self._process.wait() != 0 and not self._closed:
+            self.problem = said.splitlines()[-1] if said else f"exit code {self._process.returncode}"
             self._child.terminate()
 
 
@@ -273,8 +284,4 @@ def _copy_lines(pipe: IO[bytes], descriptor: int, label: bytes) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A store thread may be in the middle of importing torch, which a regular exit would wait for.
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -41,12 +41,13 @@ def rank_folder(options: Namespace, env: Mapping[str, str], found: Found) -> str
 
     if env.get(ATTEMPT_VARIABLE) and env.get(RUN_DIR_VARIABLE) and not options.overrides:
         return env[RUN_DIR_VARIABLE]
-    raise LaunchError(
+    error = LaunchError(
         f"{found.reason}, but no `hpc-train run` started it, so there is no plan of who is which rank. Write "
-        f"`hpc-train run {options.config}` into the batch script or type it in the salloc shell, without "
-        "srun or "
+        f"`hpc-train run {options.config}` into the batch script or type it in the salloc shell, without srun or "
         "mpirun before it: it makes the plan and starts the ranks itself"
     )
+    error.reporter = 0
+    raise error
 
 
 def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:

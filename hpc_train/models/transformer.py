@@ -33,10 +33,7 @@ class AttentionPlan:
         if all(len(lengths) == 1 for lengths in boundaries):
             return cls(None)
         document_BT = torch.stack(
-            [
-                torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-                for lengths in boundaries
-            ]
+            [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in boundaries]
         ).to(device)
         same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
         causal_TT = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
@@ -109,9 +106,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.ffn_norm = _norm(config)
-        self.ffn: nn.Module = (
-            GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
-        )
+        self.ffn: nn.Module = GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
 
     def forward(
         self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None

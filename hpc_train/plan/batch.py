@@ -53,9 +53,7 @@ class BatchPlan:
         return sum(micro_batch.num_tokens for rank in self.ranks for micro_batch in rank)
 
 
-def plan_batch_static(
-    step: int, num_sequences: int, seq_len: int, micro_batch_size: int, dp: int
-) -> BatchPlan:
+def plan_batch_static(step: int, num_sequences: int, seq_len: int, micro_batch_size: int, dp: int) -> BatchPlan:
     """Give each rank an equal, contiguous block of whole sequences, micro_batch_size at a time.
 
     Raises:
@@ -122,8 +120,7 @@ def check_plan(plan: BatchPlan, sequence_lengths: Sequence[int]) -> None:
         for start, stop in sorted(pieces):
             if start != end or stop <= start:
                 raise ValueError(
-                    f"sequence {sequence} is cut at {sorted(pieces)}: token {min(start, end)} is not given "
-                    "once"
+                    f"sequence {sequence} is cut at {sorted(pieces)}: token {min(start, end)} is not given once"
                 )
             end = stop
         if end != length:

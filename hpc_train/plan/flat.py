@@ -29,8 +29,7 @@ class Box:
         """The part that two boxes of one tensor share, or None."""
         lows = tuple(map(max, self.offsets, other.offsets))
         highs = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
         return Box(lows, sizes) if all(size > 0 for size in sizes) else None

@@ -55,9 +55,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
 def _open_data(config: Config, world: World) -> Loader:
     loader, error = None, None
     try:
-        loader = Loader(
-            config.data, config.train, vocab_size=config.model.vocab_size, dp=world.world_size
-        )
+        loader = Loader(config.data, config.train, vocab_size=config.model.vocab_size, dp=world.world_size)
     except HpcTrainError as problem:
         error = problem
     world.agree(error)

@@ -121,9 +121,7 @@ def save(run: Run) -> None:
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
     tokens_per_s = rate(result.num_tokens, seconds)
     config = run.config
-    utilisation = (
-        mfu(tokens_per_s, config.model, config.data.seq_len, run.peak_flops) if tokens_per_s else None
-    )
+    utilisation = mfu(tokens_per_s, config.model, config.data.seq_len, run.peak_flops) if tokens_per_s else None
     return {
         "step": run.step,
         "loss": result.loss,

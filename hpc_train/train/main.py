@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from hpc_train import log
+from hpc_train.cluster.agent_address import ask_agent, read_job_key
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
@@ -76,6 +77,7 @@ def _run(run_dir: Path, config: Config) -> int:
     plan = _read_plan(run_dir)
     world = bootstrap("mpi", plan=plan, launch=config.launch)
     log.prefix_output(world.rank, world.node)
+    _greet_agent(world)
     try:
         _train(run_dir, config, world)
         world.close()
@@ -83,6 +85,13 @@ def _run(run_dir: Path, config: Config) -> int:
         error.rank = world.rank  # type: ignore[attr-defined]
         raise
     return int(ExitCode.DONE)
+
+
+def _greet_agent(world: World) -> None:
+    """Tell the node's agent which process is which rank; it notes when one is gone."""
+    job_key = read_job_key(process_env())
+    if job_key is not None:
+        ask_agent(job_key, os.getuid(), {"say": "hello", "rank": world.rank})
 
 
 def _train(run_dir: Path, config: Config, world: World) -> None:
@@ -135,5 +144,3 @@ def _read_plan(run_dir: Path) -> Plan:
                     "system that all nodes share; choose one with launch.runs_dir."
                 ) from error
             time.sleep(0.2)
-
-

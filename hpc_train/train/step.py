@@ -73,9 +73,7 @@ class Trainer:
         for batch in batches:
             loss_sum += float(self._loss_sum(batch))
             num_supervised += batch.num_supervised
-        loss_sum, supervised = all_reduce_sum(
-            [loss_sum, num_supervised], self.parameters.group, self.device
-        )
+        loss_sum, supervised = all_reduce_sum([loss_sum, num_supervised], self.parameters.group, self.device)
         return loss_sum / supervised if supervised else math.nan
 
     def _accumulate(self, micro_batches: Iterable[Batch]) -> tuple[float, int, int]:

@@ -113,7 +113,12 @@ def _ddp(me: TestRank) -> Peer:
     return Peer(step, lambda: _state_bytes(optimizer))
 
 
-def _fsdp2(me: TestRank) -> Peer:
+def _fsdp2_no_sync(me: TestRank) -> Peer:
+    """FSDP2 that reduces gradients once a step, and keeps unsharded ones until then."""
+    return _fsdp2(me, reduce_every_micro_batch=False)
+
+
+def _fsdp2(me: TestRank, reduce_every_micro_batch: bool = True) -> Peer:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -129,7 +134,7 @@ def _fsdp2(me: TestRank) -> Peer:
         optimizer.zero_grad()
         total = 0.0
         for index, batch in enumerate(batches):
-            model.set_requires_gradient_sync(index == len(batches) - 1)
+            model.set_requires_gradient_sync(reduce_every_micro_batch or index == len(batches) - 1)
             loss = _loss(model, batch) / len(batches)
             loss.backward()
             total += loss.item()
@@ -140,7 +145,12 @@ def _fsdp2(me: TestRank) -> Peer:
     return Peer(step, lambda: _state_bytes(optimizer))
 
 
-PEERS: dict[str, Callable[[TestRank], Peer]] = {"hpc_train": _ours, "ddp": _ddp, "fsdp2": _fsdp2}
+PEERS: dict[str, Callable[[TestRank], Peer]] = {
+    "hpc_train": _ours,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "fsdp2_no_sync": _fsdp2_no_sync,
+}
 
 
 def _batches(me: TestRank, num_sequences: int, micro_batch_size: int) -> list[Any]:
@@ -156,9 +166,7 @@ def _batches(me: TestRank, num_sequences: int, micro_batch_size: int) -> list[An
         size = len(part)
         positions = torch.arange(SEQ_LEN).expand(size, SEQ_LEN)
         one_document = ((SEQ_LEN,),) * size
-        batches.append(
-            Batch(part[:, :-1], part[:, 1:], positions, one_document, size * SEQ_LEN, size * SEQ_LEN)
-        )
+        batches.append(Batch(part[:, :-1], part[:, 1:], positions, one_document, size * SEQ_LEN, size * SEQ_LEN))
     return batches
 
 
@@ -188,9 +196,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="in a step, over all ranks")
     parser.add_argument("--micro-batch-size", type=int, default=1)
     args = parser.parse_args()
-    results = run_ranks(
-        _measure, args.ranks, args.rounds, args.sequences, args.micro_batch_size, timeout_s=1800
-    )
+    results = run_ranks(_measure, args.ranks, args.rounds, args.sequences, args.micro_batch_size, timeout_s=1800)
     slowest = {
         name: [max(result["seconds"][name][i] for result in results) for i in range(args.rounds)] for name in PEERS
     }

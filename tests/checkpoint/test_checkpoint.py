@@ -197,7 +197,9 @@ def _resume_other_model(me, root):
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(two_checkpoints):
-    with pytest.raises(CheckpointError, match=r"another model: .*model\.embedding|another model: it has no tensor model\."):
+    with pytest.raises(
+        CheckpointError, match=r"another model: .*model\.embedding|another model: it has no tensor model\."
+    ):
         run_ranks(_resume_other_model, 2, str(two_checkpoints))
 
 

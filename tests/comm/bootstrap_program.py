@@ -16,9 +16,7 @@ def reversed_plan(node: str, size: int) -> Plan:
     """The last slot is rank 0: the launcher's first process is the last rank."""
     mesh = Mesh(pp=1, dp=size, cp=1, tp=1)
     plan = plan_mesh(mesh, Allocation((node,), (size,), (0,), None, "test"))
-    ranks = tuple(
-        PlannedRank(planned.rank, node, size - 1 - planned.gpu, planned.coords) for planned in plan.ranks
-    )
+    ranks = tuple(PlannedRank(planned.rank, node, size - 1 - planned.gpu, planned.coords) for planned in plan.ranks)
     return Plan(mesh, ranks, plan.groups)
 
 

@@ -38,7 +38,11 @@ def test_a_world_of_one_under_a_launcher_of_four_is_refused_with_both_pairs_and_
 
 @pytest.mark.parametrize(
     ("library", "cure"),
-    [("MPICH Version: 4.2", "--mpi=pmi2"), ("Open MPI v4.1.4", "--mpi=pmix, or --mpi=pmi2"), ("Cray", "srun --mpi=list")],
+    [
+        ("MPICH Version: 4.2", "--mpi=pmi2"),
+        ("Open MPI v4.1.4", "--mpi=pmix, or --mpi=pmi2"),
+        ("Cray", "srun --mpi=list"),
+    ],
 )
 def test_the_cure_fits_the_library(library, cure):
     with pytest.raises(LaunchError, match=cure):
@@ -60,8 +64,7 @@ def test_an_mpi_library_that_cannot_be_loaded_is_a_launch_error(monkeypatch):
 def test_importing_the_package_starts_no_mpi():
     """FC-72: a loader worker that imports us must not call MPI_Init."""
     code = (
-        "import hpc_train, hpc_train.comm.bootstrap, hpc_train.train.main, sys;"
-        "assert 'mpi4py.MPI' not in sys.modules"
+        "import hpc_train, hpc_train.comm.bootstrap, hpc_train.train.main, sys;assert 'mpi4py.MPI' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

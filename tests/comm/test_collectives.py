@@ -58,7 +58,11 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_kind():
 
 def test_the_lowest_failing_rank_speaks_and_others_are_counted():
     answers = run_ranks(_disagree, 3, {1: "bug", 2: "data"})
-    assert [answer[0] for answer in answers] == [CollectiveError.__name__, "ZeroDivisionError", CollectiveError.__name__]
+    assert [answer[0] for answer in answers] == [
+        CollectiveError.__name__,
+        "ZeroDivisionError",
+        CollectiveError.__name__,
+    ]
     assert "and on 1 more ranks" in answers[0][1]
 
 

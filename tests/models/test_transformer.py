@@ -14,9 +14,7 @@ FAMILIES = {
         family="gpt", num_layers=2, hidden_size=32, num_heads=4, vocab_size=50, tied_embeddings=True
     ),
     "llama": ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=4, vocab_size=50),
-    "llama-gqa": ModelConfig(
-        family="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=50
-    ),
+    "llama-gqa": ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=50),
 }
 
 

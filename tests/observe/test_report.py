@@ -33,7 +33,12 @@ def _line(step: int, **changes: object) -> dict:
 
 
 def test_figures_come_from_the_metrics_and_the_corpus(tmp_path):
-    lines = [_line(1, tokens_per_s=1.0), _line(2, eval_loss=5.5), _line(3, skipped=True, loss=None), _line(4, eval_loss=4.2)]
+    lines = [
+        _line(1, tokens_per_s=1.0),
+        _line(2, eval_loss=5.5),
+        _line(3, skipped=True, loss=None),
+        _line(4, eval_loss=4.2),
+    ]
     summary = summarise(read_run(_run(tmp_path, lines)))
     assert (summary.ranks, summary.steps, summary.skipped_steps, summary.tokens) == (4, 4, 1, 400)
     assert (summary.heldout_loss, summary.best_heldout_loss) == (4.2, 4.2)

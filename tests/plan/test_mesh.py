@@ -15,9 +15,7 @@ meshes = st.builds(Mesh, pp=degrees, dp=degrees, cp=degrees, tp=degrees)
 def test_coordinates_and_ranks_are_inverse_and_row_major(mesh: Mesh) -> None:
     places = [tuple(mesh.coords(rank).values()) for rank in range(mesh.world_size)]
     assert places == sorted(set(places))
-    assert [mesh.rank_of(**mesh.coords(rank)) for rank in range(mesh.world_size)] == list(
-        range(mesh.world_size)
-    )
+    assert [mesh.rank_of(**mesh.coords(rank)) for rank in range(mesh.world_size)] == list(range(mesh.world_size))
 
 
 @given(meshes, st.sampled_from(AXES))
@@ -49,9 +47,7 @@ def test_tp_varies_fastest() -> None:
         (16384, {"pp": 16, "tp": 8}, 128),
     ],
 )
-def test_the_data_parallel_degree_is_what_the_other_axes_leave(
-    world_size: int, asked: dict[str, int], dp: int
-) -> None:
+def test_the_data_parallel_degree_is_what_the_other_axes_leave(world_size: int, asked: dict[str, int], dp: int) -> None:
     """FC-57"""
     mesh = Mesh.fill(world_size, **asked)
     assert (mesh.dp, mesh.world_size) == (dp, world_size)

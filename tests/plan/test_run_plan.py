@@ -14,9 +14,7 @@ from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, plan_mesh, plan_run
 
 def allocation(*tasks: int) -> Allocation:
     nodes = tuple(f"n{index + 1}" for index in range(len(tasks)))
-    return Allocation(
-        nodes=nodes, tasks_per_node=tasks, gpus_per_node=(0,) * len(tasks), job_id="7", source="a test"
-    )
+    return Allocation(nodes=nodes, tasks_per_node=tasks, gpus_per_node=(0,) * len(tasks), job_id="7", source="a test")
 
 
 def config(**parallel: int) -> Config:

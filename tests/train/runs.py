@@ -45,7 +45,11 @@ def write_config(folder: Path, **train: object) -> Path:
 
 
 def hpc_train(
-    args: Sequence[str | Path], *, env: Mapping[str, str] | None = None, timeout_s: float = 120.0, cwd: Path | None = None
+    args: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m hpc_train ARGS` to its end."""
     command = [sys.executable, "-m", "hpc_train", *map(str, args)]

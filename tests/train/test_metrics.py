@@ -11,7 +11,9 @@ import pytest
 from hpc_train.train.metrics import Metrics, progress_line, rate
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(2.0, 5.0), (0.0, None), (-1.0, None), (None, None), (math.nan, None)])
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(2.0, 5.0), (0.0, None), (-1.0, None), (None, None), (math.nan, None)]
+)
 def test_a_rate_without_time_is_unknown(seconds, expected):
     """FC-97: not 0, not infinity."""
     assert rate(10, seconds) == expected

@@ -138,7 +138,7 @@ def test_learning_rate_warms_up_then_falls_along_a_cosine():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
     rates = [learning_rate(step, config, 20) for step in range(1, 26)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a > b for a, b in zip(rates[3:19], rates[4:20], strict=True))
+    assert rates[3:20] == sorted(set(rates[3:20]), reverse=True)
     assert rates[19:] == [0.1] * 6
     assert learning_rate(12, config, 20) == pytest.approx(0.55)
 

@@ -15,12 +15,8 @@ from hpc_train.train.step import Trainer
 
 SEQ_LEN = 16
 MODELS = {
-    "gpt": ModelConfig(
-        family="gpt", num_layers=2, hidden_size=32, num_heads=4, vocab_size=61, tied_embeddings=True
-    ),
-    "llama": ModelConfig(
-        family="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=61
-    ),
+    "gpt": ModelConfig(family="gpt", num_layers=2, hidden_size=32, num_heads=4, vocab_size=61, tied_embeddings=True),
+    "llama": ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=61),
 }
 
 
