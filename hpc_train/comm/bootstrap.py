@@ -140,6 +140,11 @@ def _bootstrap_mpi(
         hint = rank_hint(env, process)
         communicator = load_mpi()
         check_world(communicator.Get_rank(), communicator.Get_size(), hint, library_version())
+        # Before the first MPI message on purpose. In Open MPI 5.0 a message that reaches a rank which has not quite
+        # left MPI_Init is a segmentation fault (open-mpi/ompi#12495; 1 of 60 starts of 8 ranks here under load).
+        # The seconds of this import, which is needed anyway, let every rank leave it. Can go when that is mended.
+        import torch.distributed as _  # noqa: F401
+
         control: Control = MpiControl(communicator)
         # The plan calls a node by Slurm's name for it where Slurm named it, else by its host name.
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
@@ -274,6 +279,7 @@ def _join(
             world_size=identity.world_size,
             timeout=_timeout(launch),
         )
+        _prove_connected(chosen, identity)
     return World(
         **{name: getattr(identity, name) for name in identity.__dataclass_fields__},
         device=chosen,
@@ -282,6 +288,20 @@ def _join(
         mpi=communicator,
         source=source,
     )
+
+
+def _prove_connected(device: torch.device, identity: _Identity) -> None:
+    """One real sum over all ranks: what is wrong with the network shows now, and not hours into a queue of steps."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    if int(total) != identity.world_size:
+        raise LaunchError(
+            f"a first sum over {identity.world_size} ranks gave {float(total):g}. The network or its library "
+            "corrupts data; run the job on other nodes (submit -x NODE) to find which."
+        )
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -77,6 +77,8 @@ def _run(run_dir: Path, config: Config) -> int:
     plan = _read_plan(run_dir)
     world = bootstrap("mpi", plan=plan, launch=config.launch)
     log.prefix_output(world.rank, world.node)
+    if world.rank == 0:
+        log.say(f"{world.world_size} ranks on {world.num_nodes} nodes are connected over {world.backend}")
     _greet_agent(world)
     try:
         _train(run_dir, config, world)

@@ -28,8 +28,8 @@ def write_corpus(prefix: Path, *, num_documents: int = 60, largest_id: int = VOC
     writer.finish()
 
 
-def write_config(folder: Path, **train: object) -> Path:
-    """A configuration over folder/corpus; `train` overrides its training section."""
+def write_config(folder: Path, *, launch: Mapping[str, object] | None = None, **train: object) -> Path:
+    """A configuration over folder/corpus; `train` and `launch` override these sections."""
     tree = {
         "name": "test",
         "model": {"family": "llama", "num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": VOCAB},
@@ -37,7 +37,7 @@ def write_config(folder: Path, **train: object) -> Path:
         "train": {"steps": 6, "global_batch_size": 4, "eval_every": 3, "eval_batches": 2, "log_every": 1, **train},
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "checkpoint": {"every": 2},
-        "launch": {"runs_dir": str(folder / "runs"), "timeout_s": 60},
+        "launch": {"runs_dir": str(folder / "runs"), "timeout_s": 60, **(launch or {})},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree))

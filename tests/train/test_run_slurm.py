@@ -1,0 +1,90 @@
+"""Training on a real Slurm cluster of 8 virtual nodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.plan import VARIABLE, FaultPlan
+from tests.train.runs import metrics, write_config, write_corpus
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _hpc_train(slurm: Any, cwd: Path, *words: str, prefix: tuple[str, ...] = ()) -> Any:
+    shell = 'cd "$1"; shift; exec "$@"'  # the cluster's hosts share our files, not our working folder
+    command = [*prefix, sys.executable, "-m", "hpc_train", *words]
+    return slurm.run(["bash", "-c", shell, "-", str(cwd), *command], timeout=240, env=ENV)
+
+
+def _submit(slurm: Any, folder: Path, run: str) -> Any:
+    words = ["submit", str(folder / "config.yaml"), "-N", "4", "--ntasks-per-node", "2", "--follow"]
+    return _hpc_train(slurm, folder, *words, "--run-dir", str(folder / run))
+
+
+def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_left_alone_bit_for_bit(
+    slurm: Any, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path, global_batch_size=8)
+    alone = _submit(slurm, tmp_path, "alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    kill = FaultPlan().kill(rank=5, step=5).environment()
+    path = f"{kill['PYTHONPATH']}:{ROOT}"
+    write_config(tmp_path, global_batch_size=8, launch={"env": {VARIABLE: kill[VARIABLE], "PYTHONPATH": path}})
+    killed = _submit(slurm, tmp_path, "killed")
+    assert killed.returncode != 0
+    assert [line["step"] for line in metrics(tmp_path / "killed")] == [1, 2, 3, 4]
+    write_config(tmp_path, global_batch_size=8)
+    again = _submit(slurm, tmp_path, "killed")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in again.stdout
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "alone")
+    table = [line.split("\t") for line in (tmp_path / "killed/ranks.tsv").read_text().splitlines()[1:]]
+    assert len({row[1] for row in table}) == 4
+    assert [row[3] for row in table] == ["0", "1"] * 4
+
+
+def test_pmi2_with_open_mpi_5_ends_every_rank_with_code_3_within_seconds_and_one_message(
+    slurm: Any, tmp_path: Path
+) -> None:
+    """FC-09: four tasks of which each would train alone."""
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path)
+    words = ["run", str(tmp_path / "config.yaml"), "--mpi", "pmi2", "--run-dir", str(tmp_path / "run")]
+    start = time.monotonic()
+    result = _hpc_train(slurm, tmp_path, *words, prefix=("salloc", "--quiet", "-N2", "--ntasks-per-node=2"))
+    assert time.monotonic() - start < 40
+    assert result.returncode == 3, result.stdout + result.stderr
+    logs = "".join(path.read_text() for path in (tmp_path / "run/logs").glob("n*.log"))
+    said = [line for line in logs.splitlines() if "| error (rank" in line]
+    assert len(said) == 1
+    assert "started 4 tasks and this is number 0, but MPI says rank 0 of 1" in said[0]
+    assert "--mpi=pmix" in said[0]
+    record = json.loads((tmp_path / "run/failure.json").read_text())
+    assert record["exit_code"] == 3
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_script_of_ones_own_under_the_wrong_pmi_ends_with_code_3_on_every_task(slurm: Any, tmp_path: Path) -> None:
+    """FC-09: the library call; srun's code is the highest of its tasks, and the least is 3 too."""
+    script = tmp_path / "script.py"
+    script.write_text("import hpc_train\nhpc_train.bootstrap()\n")
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'{sys.executable} {script}; code=$?; echo "task $SLURM_PROCID code $code"; exit $code\n')
+    result = slurm.run(
+        ["srun", "--mpi=pmi2", "-N2", "-n4", "--ntasks-per-node=2", "bash", str(wrapper)],
+        timeout=100,
+        env=ENV,
+    )
+    codes = sorted(line for line in result.stdout.splitlines() if line.startswith("task"))
+    assert codes == [f"task {rank} code 3" for rank in range(4)], result.stdout + result.stderr
+    assert result.stderr.count("does not speak the process manager interface") == 1
