@@ -19,15 +19,15 @@ ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _hpc_train(slurm: Any, cwd: Path, *words: str, prefix: tuple[str, ...] = ()) -> Any:
+def _hpc_train(slurm: Any, cwd: Path, *words: str, prefix: tuple[str, ...] = (), env: dict[str, str] = ENV) -> Any:
     shell = 'cd "$1"; shift; exec "$@"'  # the cluster's hosts share our files, not our working folder
     command = [*prefix, sys.executable, "-m", "hpc_train", *words]
-    return slurm.run(["bash", "-c", shell, "-", str(cwd), *command], timeout=240, env=ENV)
+    return slurm.run(["bash", "-c", shell, "-", str(cwd), *command], timeout=240, env=env)
 
 
-def _submit(slurm: Any, folder: Path, run: str) -> Any:
+def _submit(slurm: Any, folder: Path, run: str, env: dict[str, str] = ENV) -> Any:
     words = ["submit", str(folder / "config.yaml"), "-N", "4", "--ntasks-per-node", "2", "--follow"]
-    return _hpc_train(slurm, folder, *words, "--run-dir", str(folder / run))
+    return _hpc_train(slurm, folder, *words, "--run-dir", str(folder / run), env=env)
 
 
 def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_left_alone_bit_for_bit(
@@ -38,9 +38,8 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     alone = _submit(slurm, tmp_path, "alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     kill = FaultPlan().kill(rank=5, step=5).environment()
-    path = f"{kill['PYTHONPATH']}:{ROOT}"
-    write_config(tmp_path, global_batch_size=8, launch={"env": {VARIABLE: kill[VARIABLE], "PYTHONPATH": path}})
-    killed = _submit(slurm, tmp_path, "killed")
+    write_config(tmp_path, global_batch_size=8, launch={"env": {VARIABLE: kill[VARIABLE]}})
+    killed = _submit(slurm, tmp_path, "killed", {**ENV, "PYTHONPATH": f"{kill['PYTHONPATH']}:{ROOT}"})
     assert killed.returncode != 0
     assert [line["step"] for line in metrics(tmp_path / "killed")] == [1, 2, 3, 4]
     write_config(tmp_path, global_batch_size=8)
