@@ -110,13 +110,12 @@ def _run(options: argparse.Namespace) -> int:
     return run_command(options, _be_a_rank)
 
 
-def _be_a_rank(run_dir: str, config_file: str) -> int:
+def _be_a_rank(run_dir: str) -> int:
     from pathlib import Path
 
-    from hpc_train.config import load_config
     from hpc_train.train.main import run_rank
 
-    return run_rank(Path(run_dir), load_config(config_file))
+    return run_rank(Path(run_dir))
 
 
 def _submit(options: argparse.Namespace) -> int:

@@ -27,7 +27,6 @@ from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
 from hpc_train.comm.mpi import check_world, library_version, load_mpi
 from hpc_train.comm.world import World
-from hpc_train.config import LaunchConfig
 from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
@@ -38,11 +37,24 @@ if TYPE_CHECKING:
 Source = Literal["auto", "mpi", "env", "single"]
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """How ranks meet: the time limit of the group's operations, and under which address rank 0 is reached.
+
+    interface: a network interface in NCCL's notation. address_template: a host name made from the node's, such as
+    "{host}i". Both None: what the node's own name resolves to.
+    """
+
+    timeout_s: float = 600.0
+    interface: str | None = None
+    address_template: str | None = None
+
+
 def bootstrap(
     source: Source = "auto",
     *,
     plan: Plan | None = None,
-    launch: LaunchConfig | None = None,
+    rendezvous: Rendezvous | None = None,
     device: Literal["auto", "cpu"] = "auto",
 ) -> World:
     """Make this process a rank of the job that was started, and return what it is. Collective over all ranks.
@@ -52,24 +64,24 @@ def bootstrap(
             "single" (this process alone, on purpose), or "auto": torchrun's variables if they are complete,
             else MPI if a launcher started this process; otherwise refused.
         plan: who is which rank; the hash is compared over all ranks. Without one the launcher's order holds.
-        launch: time limit, interface and address template; defaults of LaunchConfig if left out.
+        rendezvous: time limit and address of the meeting point; the defaults of Rendezvous if left out.
         device: "cpu" leaves GPUs alone.
 
     Raises:
         LaunchError: the sources contradict each other, MPI cannot be used, nodes cannot reach each other.
     """
     env = process_env()
-    launch = launch or LaunchConfig()
+    rendezvous = rendezvous or Rendezvous()
     process = own_process()
     chosen = _choose_source(env, process) if source == "auto" else source
     if chosen == "single":
         _refuse_other_ranks(rank_hint(env, process))
-        return _join(_Identity.single(), SingleControl(), None, launch, device, "single")
+        return _join(_Identity.single(), SingleControl(), None, rendezvous, device, "single")
     if chosen == "env":
-        return _bootstrap_env(env, launch, device)
+        return _bootstrap_env(env, rendezvous, device)
     hint = rank_hint(env, process)
     _leave_at_once_on_uncaught_errors(hint.rank if hint else None)
-    return _bootstrap_mpi(env, process, plan, launch, device)
+    return _bootstrap_mpi(env, process, plan, rendezvous, device)
 
 
 def _leave_at_once_on_uncaught_errors(launcher_rank: int | None) -> None:
@@ -133,7 +145,7 @@ def _bootstrap_mpi(
     env: Mapping[str, str],
     process: ProcessFacts,
     plan: Plan | None,
-    launch: LaunchConfig,
+    rendezvous: Rendezvous,
     device: Literal["auto", "cpu"],
 ) -> World:
     with _termination_deferred():
@@ -152,7 +164,7 @@ def _bootstrap_mpi(
         identity = _identify(control, slots, plan)
     ordered = communicator.Split(0, identity.rank)
     control = MpiControl(ordered)
-    return _join(identity, control, ordered, launch, device, "mpi")
+    return _join(identity, control, ordered, rendezvous, device, "mpi")
 
 
 def _identify(control: Control, slots: list[list[Any]], plan: Plan | None) -> _Identity:
@@ -198,7 +210,7 @@ def _planned_rank(control: Control, plan: Plan, node: str, slot: int) -> int:
     return plan.lookup(node, slot)
 
 
-def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal["auto", "cpu"]) -> World:
+def _bootstrap_env(env: Mapping[str, str], rendezvous: Rendezvous, device: Literal["auto", "cpu"]) -> World:
     """From torchrun's variables; the group is made by them, and then all facts are exchanged over it."""
     import torch.distributed as dist
 
@@ -206,7 +218,7 @@ def _bootstrap_env(env: Mapping[str, str], launch: LaunchConfig, device: Literal
     chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
     backend = _backend(chosen)
     _set_device(chosen)
-    dist.init_process_group(backend, init_method="env://", timeout=_timeout(launch))
+    dist.init_process_group(backend, init_method="env://", timeout=_timeout(rendezvous))
     if (dist.get_rank(), dist.get_world_size()) != (ranks.rank, ranks.world_size):
         raise LaunchError(
             f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size} do not agree with torch's process group, rank "
@@ -236,7 +248,7 @@ def _join(
     identity: _Identity,
     control: Control,
     communicator: MPI.Comm | None,
-    launch: LaunchConfig,
+    rendezvous: Rendezvous,
     device: Literal["auto", "cpu"],
     source: str,
 ) -> World:
@@ -247,9 +259,9 @@ def _join(
         # On every rank: gloo advertises each node's own address in the same way.
         address = network.advertised_address(
             identity.node,
-            launch.interface,
+            rendezvous.interface,
             identity.num_nodes,
-            template=launch.address_template,
+            template=rendezvous.address_template,
         )
         if identity.rank == 0 and identity.world_size > 1:
             address, port = network.preset_address(env) or (address, None)
@@ -271,13 +283,13 @@ def _join(
     if identity.world_size > 1:
         place = [address, listener.getsockname()[1]] if listener else None
         host, port = control.broadcast(place)
-        store = _store(host, port, identity, launch, listener)
+        store = _store(host, port, identity, rendezvous, listener)
         dist.init_process_group(
             backend,
             store=store,
             rank=identity.rank,
             world_size=identity.world_size,
-            timeout=_timeout(launch),
+            timeout=_timeout(rendezvous),
         )
         _prove_connected(chosen, identity)
     return World(
@@ -319,7 +331,7 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _store(host: str, port: int, identity: _Identity, launch: LaunchConfig, listener: socket.socket | None) -> Any:
+def _store(host: str, port: int, identity: _Identity, rendezvous: Rendezvous, listener: socket.socket | None) -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore(
@@ -327,7 +339,7 @@ def _store(host: str, port: int, identity: _Identity, launch: LaunchConfig, list
         port=port,
         world_size=identity.world_size,
         is_master=listener is not None,
-        timeout=_timeout(launch),
+        timeout=_timeout(rendezvous),
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
@@ -357,10 +369,10 @@ def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _timeout(launch: LaunchConfig) -> Any:
+def _timeout(rendezvous: Rendezvous) -> Any:
     from datetime import timedelta
 
-    return timedelta(seconds=launch.timeout_s)
+    return timedelta(seconds=rendezvous.timeout_s)
 
 
 @contextmanager

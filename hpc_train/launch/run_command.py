@@ -11,8 +11,8 @@ from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation, find_situation
 from hpc_train.errors import LaunchError
 
-BeARank = Callable[[str, str], int]
-"""Given the run folder and the configuration's file, be one rank and return its exit code."""
+BeARank = Callable[[str], int]
+"""Given the run folder, be one rank and return its exit code."""
 
 
 def run_command(options: Namespace, be_a_rank: BeARank) -> int:
@@ -25,7 +25,7 @@ def run_command(options: Namespace, be_a_rank: BeARank) -> int:
     env = process_env()
     found = find_situation(env, own_process())
     if found.situation in (Situation.STEP_TASK, Situation.MPI_TASK):
-        return be_a_rank(rank_folder(options, env, found), options.config)
+        return be_a_rank(rank_folder(options, env, found))
     if found.situation is Situation.ELASTIC:
         raise LaunchError(
             f"hpc-train run does not start under torchrun ({found.reason}). Start `hpc-train run` by "

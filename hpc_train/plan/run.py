@@ -11,12 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.cluster.allocation import Allocation
-from hpc_train.config import Config
 from hpc_train.errors import LaunchError
 from hpc_train.plan.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from hpc_train.config import Config
 
 VERSION = 1
 MAX_RANKS_WITH_GROUPS = 4096

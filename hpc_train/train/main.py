@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_train import log
 from hpc_train.cluster.agent_address import ask_agent, read_job_key
@@ -23,18 +24,22 @@ from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
-from hpc_train.comm.world import World
-from hpc_train.config import Config
 from hpc_train.errors import CheckpointError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
+if TYPE_CHECKING:
+    from hpc_train.comm.bootstrap import Rendezvous
+    from hpc_train.comm.world import World
+    from hpc_train.config import Config
+
 PLAN_FILE = "plan.json"
-_PLAN_PATIENCE_S = 20.0
+CONFIG_FILE = "config.yaml"
+_PATIENCE_S = 20.0
 """How long a network file system may take to show the plan to another node (assumed; NFS caches up to 60 s of
 attributes, but the folder was not looked at before)."""
 
 
-def run_rank(run_dir: Path, config: Config) -> int:
+def run_rank(run_dir: Path) -> int:
     """Be one rank of the run in `run_dir` and return its exit code.
 
     After a failure the process ends here, without MPI's or torch's farewell: the others are not listening.
@@ -47,7 +52,7 @@ def run_rank(run_dir: Path, config: Config) -> int:
         rank = hint.rank if hint else None
         if rank is not None:
             log.prefix_output(rank, host)
-        return _run(run_dir, config)
+        return _run(run_dir)
     except BaseException as error:
         code = _leave_behind(error, run_dir, rank, host)
         sys.stdout.flush()
@@ -71,17 +76,19 @@ def _rank_of(error: BaseException, launcher_rank: int | None) -> int | None:
     return launcher_rank if planned is None else planned
 
 
-def _run(run_dir: Path, config: Config) -> int:
+def _run(run_dir: Path) -> int:
     from hpc_train.comm.bootstrap import bootstrap
 
-    plan = _read_plan(run_dir)
-    world = bootstrap("mpi", plan=plan, launch=config.launch)
+    plan = Plan.from_json(_read(run_dir / PLAN_FILE))
+    world = bootstrap("mpi", plan=plan, rendezvous=_rendezvous(run_dir))
     log.prefix_output(world.rank, world.node)
     if world.rank == 0:
         log.say(f"{world.world_size} ranks on {world.num_nodes} nodes are connected over {world.backend}")
     _greet_agent(world)
     try:
-        _train(run_dir, config, world)
+        from hpc_train.config import load_config
+
+        _train(run_dir, load_config(run_dir / CONFIG_FILE), world)
         world.close()
     except BaseException as error:
         error.rank = world.rank  # type: ignore[attr-defined]
@@ -132,13 +139,25 @@ def _check_space(run_dir: Path, trainer: object, world: World) -> None:
     world.agree(error)
 
 
-def _read_plan(run_dir: Path) -> Plan:
-    """The plan that the driver wrote; another node may see it a little later."""
-    path = run_dir / PLAN_FILE
-    deadline = time.monotonic() + _PLAN_PATIENCE_S
+def _rendezvous(run_dir: Path) -> Rendezvous:
+    """From the resolved configuration, which the driver has checked.
+
+    Checking it again takes 0.3 s a rank (measured; it is pydantic's import), so that waits until all are connected.
+    """
+    import yaml
+
+    from hpc_train.comm.bootstrap import Rendezvous
+
+    launch = yaml.safe_load(_read(run_dir / CONFIG_FILE))["launch"]
+    return Rendezvous(launch["timeout_s"], launch["interface"], launch["address_template"])
+
+
+def _read(path: Path) -> str:
+    """A file that the driver wrote; another node may see it a little later."""
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return Plan.from_json(path.read_text(encoding="utf-8"))
+            return path.read_text(encoding="utf-8")
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
