@@ -35,9 +35,6 @@ from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher
 from hpc_train.plan.run import Plan, plan_run
 
-ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
-RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
-
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -140,7 +137,9 @@ def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
 
 def asked_run_dir(request: RunRequest, env: Mapping[str, str]) -> Path | None:
     """The folder of --run-dir, or that of the job's script."""
-    asked = request.run_dir or (Path(env[RUN_DIR_VARIABLE]) if env.get(RUN_DIR_VARIABLE) else None)
+    asked = request.run_dir or (
+        Path(env[run_folder.RUN_DIR_VARIABLE]) if env.get(run_folder.RUN_DIR_VARIABLE) else None
+    )
     return None if asked is None else asked.absolute()
 
 
@@ -201,8 +200,8 @@ def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:
     """How ranks and agents find the run that they belong to."""
     owner = claim.owner
     return {
-        RUN_DIR_VARIABLE: str(claim.run_dir),
-        ATTEMPT_VARIABLE: str(attempt),
+        run_folder.RUN_DIR_VARIABLE: str(claim.run_dir),
+        run_folder.ATTEMPT_VARIABLE: str(attempt),
         JOB_KEY_VARIABLE: make_job_key(owner.job_id, owner.job_restarts, owner.pid),
     }
 

@@ -37,7 +37,7 @@ def run_command(options: Namespace, be_a_rank: BeARank) -> int:
 
 def rank_folder(options: Namespace, env: Mapping[str, str], found: Found) -> str:
     """The run folder that the driver told this rank, or a refusal where no driver started it."""
-    from hpc_train.launch.driver import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+    from hpc_train.launch.run_folder import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
     if env.get(ATTEMPT_VARIABLE) and env.get(RUN_DIR_VARIABLE) and not options.overrides:
         return env[RUN_DIR_VARIABLE]

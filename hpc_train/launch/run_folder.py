@@ -20,6 +20,10 @@ from typing import Any
 from hpc_train.errors import ConfigError
 from hpc_train.log import FAILURE_FILE, timestamp
 
+# Told to the ranks: where the run is, and that a driver started them, for the how-manieth time.
+RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+
 OWNER_FILE = "owner.json"
 OUTCOME_FILE = "outcome.json"
 ATTEMPTS_FILE = "attempts.jsonl"

@@ -22,11 +22,11 @@ from hpc_train.config import Config, dump_yaml, load_config
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script
 from hpc_train.launch.checks import check_before_start
-from hpc_train.launch.driver import RUN_DIR_VARIABLE
 from hpc_train.launch.queue import ask, job_is_live
 from hpc_train.launch.run_folder import (
     CONFIG_FILE,
     REQUEST_FILE,
+    RUN_DIR_VARIABLE,
     SUBMIT_FILE,
     is_live,
     read_owner,
