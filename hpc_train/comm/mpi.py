@@ -32,6 +32,14 @@ def load_mpi() -> MPI.Comm:
     return MPI.COMM_WORLD
 
 
+def finalize_mpi() -> None:
+    """Collective over all ranks: what happens at a regular interpreter exit, for a process that will not have one."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 def library_version() -> str:
     """First line of the MPI library's own description."""
     from mpi4py import MPI

@@ -137,10 +137,8 @@ def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
 
 def asked_run_dir(request: RunRequest, env: Mapping[str, str]) -> Path | None:
     """The folder of --run-dir, or that of the job's script."""
-    asked = request.run_dir or (
-        Path(env[run_folder.RUN_DIR_VARIABLE]) if env.get(run_folder.RUN_DIR_VARIABLE) else None
-    )
-    return None if asked is None else asked.absolute()
+    asked = request.run_dir or env.get(run_folder.RUN_DIR_VARIABLE)
+    return Path(asked).absolute() if asked else None
 
 
 def default_run_dir(config: Config, found: Found, job: JobFacts | None) -> Path:
