@@ -50,7 +50,7 @@ format:
 
 docs:
 	bash env/setup_venv.sh --venv $(VENV) --extras docs
-	$(PYTHON) -m mkdocs build --strict
+	$(PYTHON) -m mkdocs build --strict -f env/mkdocs.yml
 
 cluster:
 	slurm/devcluster start

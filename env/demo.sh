@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare machine to a trained model and its report: env/demo.sh [--venv DIR]
+# From a bare machine to a trained model and its report: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup]
 #
 #   1. an environment with hpc_train, MPI and matplotlib
 #   2. a corpus: the sources of Python's own library, which every machine here has
@@ -7,18 +7,22 @@
 #   4. the recipe `tiny` on 4 MPI ranks
 #   5. the report
 #
-# All that it makes is in ./demo; delete that folder to begin anew.
+# All that it makes is in ./demo, or FOLDER/demo; delete that folder to begin anew. --no-setup takes the environment as it is.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=.venv
+folder=$root
+setup=yes
 num_ranks=4
 
 while (($#)); do
     case $1 in
         --venv) venv=${2:?--venv needs a folder} && shift 2 ;;
-        *) echo "usage: env/demo.sh [--venv DIR]" >&2 && exit 2 ;;
+        --in) folder=${2:?--in needs a folder} && shift 2 ;;
+        --no-setup) setup=no && shift ;;
+        *) echo "usage: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup]" >&2 && exit 2 ;;
     esac
 done
 say() { printf '\ndemo: %s (after %d s)\n' "$*" "$SECONDS"; }
@@ -28,7 +32,9 @@ show() { # run a command, and show it first as the user would type it
 }
 
 say "1/5 environment in $venv"
-bash env/setup_venv.sh --venv "$venv" --extras report,local
+[[ $setup == no ]] || bash env/setup_venv.sh --venv "$venv" --extras report,local
+[[ $folder == "$root" ]] || venv=$(cd "$venv" && pwd)
+cd "$folder"
 hpc_train=$venv/bin/hpc-train
 
 say "2/5 corpus: the sources of Python's own library, without its tests"

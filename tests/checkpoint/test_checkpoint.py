@@ -279,3 +279,18 @@ def test_pruning_counts_sound_checkpoints_only(two_checkpoints):
     (two_checkpoints / "step_0000003").mkdir()
     prune(two_checkpoints, keep=1)
     assert sorted(path.name for path in two_checkpoints.iterdir()) == ["latest", "step_0000002", "step_0000003"]
+
+
+def _save_where_rank_1_sees_another_disk(me, root):
+    trainer, world = make_trainer(make_group(me)), make_world(me)
+    if me.rank == 1:
+        real = save._wait_for_folder
+        save._wait_for_folder = lambda path: real(Path(root) / "other" / path.name, patience_s=0.2)
+    save_checkpoint(Path(root) / "own", 1, state_pieces(trainer), {"num_updates": 0}, world, keep=0)
+
+
+def test_a_folder_on_node_local_disk_is_noticed_at_the_first_save(tmp_path):
+    """FC-67: the other node does not see what rank 0 made."""
+    with pytest.raises(CheckpointError, match="must be on a file system that all nodes share"):
+        run_ranks(_save_where_rank_1_sees_another_disk, 2, str(tmp_path))
+    assert [path.name for path in (tmp_path / "own").iterdir()] == []

@@ -62,6 +62,7 @@ def _plain(family: str, num_steps: int) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_ranks_give_the_losses_and_norms_of_plain_torch_on_one_process(family, world_size):
+    """FC-89: each parameter counts once in the norm, a tied embedding (gpt) too."""
     reference = _plain(family, 10)
     for figures in run_ranks(_train, world_size, family, 10, timeout_s=120):
         for (loss, norm, _, skipped), (loss_ref, norm_ref) in zip(figures, reference, strict=True):
