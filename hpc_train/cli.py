@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -45,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hpc-train: interrupted", file=sys.stderr)
         return int(ExitCode.INTERNAL)
     except BrokenPipeError:
-        # Whoever read our output has enough, as in `hpc-train logs | head`.
-        sys.stderr.close()
-        return int(ExitCode.INTERNAL)
+        # Whoever read our output has enough, as in `hpc-train logs | head`; what is left in the buffer has no reader.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return int(ExitCode.DONE)
 
 
 def _is_ours_to_say(error: HpcTrainError) -> bool:

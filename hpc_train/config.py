@@ -19,8 +19,8 @@ from hpc_train.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -238,7 +238,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        lines = [_explain(item) for item in _root_faults(error.errors())]
         raise ConfigError(f"{source}: " + "\n  ".join(["the configuration cannot be used:", *lines])) from None
 
 
@@ -331,6 +331,18 @@ def _list_index(items: list[Any], part: str, override: str) -> int:
     if not part.isdigit() or int(part) >= len(items):
         raise ConfigError(f"{override!r}: {part!r} is not an index of a list with {len(items)} entries")
     return int(part)
+
+
+def _root_faults(items: Sequence[Any]) -> list[Any]:
+    """Leave out that a list is too short where that only means that its entries are wrong."""
+
+    def is_consequence(item: Any) -> bool:
+        place = tuple(item["loc"])
+        return item["type"] == "too_short" and any(
+            len(other["loc"]) > len(place) and tuple(other["loc"][: len(place)]) == place for other in items
+        )
+
+    return [item for item in items if not is_consequence(item)]
 
 
 def _explain(item: Any) -> str:

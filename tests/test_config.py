@@ -27,6 +27,7 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("data.train.0.prefx=a", "data.train.0.prefx: unknown key; did you mean prefix"),
         ("train.steps=many", "train.steps: .*many"),
         ("train.steps=0", "train.steps: .*greater than 0"),
+        ("train.steps=true", "train.steps: .*valid integer"),
         ("optimizer.lr=.nan", "optimizer.lr: .*finite"),
         ("model.hidden_size=130", "model.hidden_size=130 is not a multiple of model.num_heads=4"),
         ("model.num_kv_heads=3", "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
@@ -83,3 +84,10 @@ def test_an_unknown_recipe_lists_the_known_ones():
 @pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "3E-4"])
 def test_numbers_with_an_exponent_are_numbers(text):
     assert load_config("tiny", [f"optimizer.lr={text}", "optimizer.min_lr=0"]).optimizer.lr == 3e-4
+
+
+def test_a_wrong_entry_of_a_list_is_one_fault():
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny", ["data.train.0.weight=-1"])
+    assert "data.train.0.weight" in str(caught.value)
+    assert "at least 1 item" not in str(caught.value)

@@ -41,21 +41,21 @@ def save_checkpoint(
         CheckpointError: on every rank, if any rank could not write; older checkpoints are untouched.
     """
     is_writer = world.rank == 0
-    temporary = _agreed_path(world, lambda: folders.create_temporary(root, step) if is_writer else None)
+    temporary = _agreed_path(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
     try:
-        notes = _agreed(world, lambda: _write_pieces(temporary, pieces, world))
+        notes = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world))
         gathered = [note for notes_of_rank in world.control.all_gather(notes) for note in notes_of_rank]
-        _agreed(world, lambda: _finish(temporary, step, gathered, values) if is_writer else None)
+        _agreed(world, root, lambda: _finish(temporary, step, gathered, values) if is_writer else None)
     except HpcTrainError:
         if is_writer:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    final = _agreed_path(world, lambda: folders.commit(temporary, root, step) if is_writer else None)
-    _agreed(world, lambda: folders.prune(root, keep) if is_writer else None)
+    final = _agreed_path(world, root, lambda: folders.commit(temporary, root, step) if is_writer else None)
+    _agreed(world, root, lambda: folders.prune(root, keep) if is_writer else None)
     return final
 
 
-def _agreed(world: World, phase: Callable[[], Any]) -> Any:
+def _agreed(world: World, root: Path, phase: Callable[[], Any]) -> Any:
     """Run a phase that may fail on some ranks; return its value, or raise a CheckpointError on all."""
     value, error = None, None
     try:
@@ -63,15 +63,25 @@ def _agreed(world: World, phase: Callable[[], Any]) -> Any:
     except CheckpointError as problem:
         error = problem
     except Exception as problem:
-        error = CheckpointError(f"the checkpoint could not be written: {type(problem).__name__}: {problem}")
+        error = CheckpointError(f"the checkpoint could not be written: {_in_words(problem, root)}")
         error.__cause__ = problem
     world.agree(error)
     return value
 
 
-def _agreed_path(world: World, phase: Callable[[], Path | None]) -> Path:
+def _in_words(problem: Exception, root: Path) -> str:
+    """The problem, and the space left where it may be the cause: torch's writer does not say that a disk is full."""
+    text = f"{type(problem).__name__}: {problem}"
+    try:
+        free = shutil.disk_usage(root).free
+    except OSError:
+        return text
+    return f"{text} ({free / 2**20:.1f} MiB are free at {root})"
+
+
+def _agreed_path(world: World, root: Path, phase: Callable[[], Path | None]) -> Path:
     """Like _agreed, for a path that rank 0 knows and tells the others."""
-    path = _agreed(world, phase)
+    path = _agreed(world, root, phase)
     return Path(world.control.broadcast(str(path)))
 
 

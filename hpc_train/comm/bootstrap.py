@@ -73,30 +73,34 @@ def bootstrap(
     env = process_env()
     rendezvous = rendezvous or Rendezvous()
     process = own_process()
+    _leave_at_once_on_uncaught_errors(env, process)
     chosen = _choose_source(env, process) if source == "auto" else source
     if chosen == "single":
         _refuse_other_ranks(rank_hint(env, process))
         return _join(_Identity.single(), SingleControl(), None, rendezvous, device, "single")
     if chosen == "env":
         return _bootstrap_env(env, rendezvous, device)
-    hint = rank_hint(env, process)
-    _leave_at_once_on_uncaught_errors(hint.rank if hint else None)
     return _bootstrap_mpi(env, process, plan, rendezvous, device)
 
 
-def _leave_at_once_on_uncaught_errors(launcher_rank: int | None) -> None:
+def _leave_at_once_on_uncaught_errors(env: Mapping[str, str], process: ProcessFacts) -> None:
     """An error that nobody catches ends this process without MPI_Finalize, which would wait for the others.
 
-    Its exit code is that of the table, and an error that all ranks share is printed by one of them.
+    Its exit code is that of the table, and an error that all ranks share is printed by one of them. An interactive
+    interpreter is left alone.
     """
     before = sys.excepthook
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shared_by = getattr(error, "reporter", None)
         if not isinstance(error, HpcTrainError) or shared_by is None:
             before(kind, error, trace)
-        elif shared_by == launcher_rank:
-            log.say(f"error (rank {launcher_rank} on {socket.gethostname()}): {error}", sys.stderr)
+        else:
+            hint = rank_hint(env, process)  # an error with a reporter comes after this was found sound
+            if hint is None or hint.rank == shared_by:
+                log.say(f"error (rank {shared_by} on {socket.gethostname()}): {error}", sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL))

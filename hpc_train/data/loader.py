@@ -117,7 +117,33 @@ def open_sources(data: DataConfig, vocab_size: int) -> Sources:
             heldout.append(tail)
         train.append(source)
     heldout += [_open_source(config, vocab_size) for config in data.heldout]
+    for source in (*train, *heldout):
+        _check_has_labels(source)
+    _check_same_tokenizer([*train, *heldout])
     return Sources(tuple(train), tuple(heldout))
+
+
+def _check_has_labels(source: OpenSource) -> None:
+    """A document of one token has no next token, so nothing can be learnt from a dataset of such documents."""
+    if not bool((source.lengths >= 2).any()):
+        raise DataError(
+            f"{source.tokens.prefix} has no token to train on: {source.num_documents} documents with "
+            f"{int(source.lengths.sum())} tokens, and none of two or more. Build it from other sources."
+        )
+
+
+def _check_same_tokenizer(sources: Sequence[OpenSource]) -> None:
+    """Ids of two tokenizers do not mean the same. Datasets without a sidecar of ours say nothing about theirs."""
+    known = [source for source in sources if source.sidecar is not None]
+    for source in known[1:]:
+        first, other = known[0].sidecar, source.sidecar
+        assert first is not None and other is not None
+        if (first.tokenizer_sha256, first.vocab_size) != (other.tokenizer_sha256, other.vocab_size):
+            raise DataError(
+                f"{known[0].tokens.prefix} was made with the tokenizer {first.tokenizer} of {first.vocab_size} tokens, "
+                f"{source.tokens.prefix} with {other.tokenizer} of {other.vocab_size}: the same id means "
+                "different text. Build all datasets of a run with one tokenizer."
+            )
 
 
 def _open_source(config: SourceConfig, vocab_size: int) -> OpenSource:

@@ -63,10 +63,17 @@ def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example train.steps=50")
 
 
+def positive(text: str) -> int:
+    """A number of 1 or more, for argparse."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
 def _add_counts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ntasks", dest="ranks", type=int, metavar="RANKS", help="number of ranks in all")
+    parser.add_argument("-n", "--ntasks", dest="ranks", type=positive, metavar="RANKS", help="number of ranks in all")
     parser.add_argument(
-        "--ntasks-per-node", dest="ranks_per_node", type=int, metavar="RANKS", help="ranks on each node"
+        "--ntasks-per-node", dest="ranks_per_node", type=positive, metavar="RANKS", help="ranks on each node"
     )
     parser.add_argument("--mpi", metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)")
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +66,14 @@ class RanksToStart:
 class RanksEnd:
     """How the launcher ended: its exit code (negative: the signal that ended it), and why we stopped it.
 
-    by_signal: because the driver itself was told to stop, not because of what `watch` saw.
+    by_signal: because the driver itself was told to stop, not because of what `watch` saw. said: the last lines of
+    srun's own standard error, which is not the ranks'.
     """
 
     code: int
     stopped: str | None = None
     by_signal: bool = False
+    said: tuple[str, ...] = ()
 
 
 def run_ranks(
@@ -88,7 +91,11 @@ def run_ranks(
     is_srun = isinstance(start.launcher, SrunLauncher)
     followers = _follow_logs(start) if is_srun else []
     output = None if is_srun else subprocess.PIPE
-    child = children.start_child(argv, start.env, stdout=output, stderr=None if is_srun else subprocess.STDOUT)
+    errors = subprocess.PIPE if is_srun else subprocess.STDOUT
+    child = children.start_child(argv, start.env, stdout=output, stderr=errors)
+    said: deque[str] = deque(maxlen=5)
+    listener = threading.Thread(target=_pass_on_errors, args=(child, said), daemon=True)
+    listener.start()
     stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun))
     with children.signals_go_to(stopper.handle):
         agents = _start_agents(start, say)
@@ -98,12 +105,23 @@ def run_ranks(
         _end_agents(agents)
         if copier is not None:
             copier.join(timeout=5.0)
+        listener.join(timeout=5.0)
         for follower in followers:
             follower.finish()
         left = children.end_descendants()
     if left:
         say(f"ended {left} processes that the ranks had left behind")
-    return RanksEnd(code, stopper.reason, stopper.signal_received is not None)
+    return RanksEnd(code, stopper.reason, stopper.signal_received is not None, tuple(said))
+
+
+def _pass_on_errors(child: subprocess.Popen[bytes], said: deque[str]) -> None:
+    """Copy what srun itself says on its standard error to ours, and keep the last lines."""
+    if child.stderr is None:
+        return
+    for line in child.stderr:
+        with contextlib.suppress(OSError):
+            write_all(2, line)
+        said.append(line.decode(errors="replace").rstrip())
 
 
 def node_log(run_dir: Path, node: str) -> Path:

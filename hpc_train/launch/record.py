@@ -97,7 +97,15 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
             str(written.get("reason", "all ranks ended well")),
             None,
         )
-    return Outcome("failed", _own_code(end.code), _explain_code(end.code), None)
+    refused = next((line for line in end.said if "Unable to create step" in line), None)
+    if refused is not None:
+        reason = (
+            f"srun started no rank: {refused}. The job does not grant what the ranks need; ask for fewer ranks (-n), "
+            "or submit with more nodes, tasks or CPUs"
+        )
+        return Outcome("failed", int(ExitCode.LAUNCH), reason, None)
+    said = f". srun said: {' / '.join(end.said)}" if end.said else ""
+    return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said, None)
 
 
 def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str | None) -> None:

@@ -87,8 +87,6 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
     changes = run.loader.restore(loaded.values["loader"])
     run.trainer.parameters.publish_parameters()
-    if run.metrics is not None:
-        run.metrics.forget_after(run.step)
     if run.world.rank == 0:
         say(f"resumed from {loaded.path} at step {loaded.step}")
         for change in changes:

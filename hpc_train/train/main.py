@@ -120,6 +120,8 @@ def _train(run_dir: Path, config: Config, world: World) -> None:
         loaded = load_newest(run_dir / "checkpoints", loop.state_pieces(run.trainer), world)
         if loaded is not None:
             loop.restore(run, loaded)
+    if run.metrics is not None:
+        run.metrics.forget_after(run.step)
     if world.rank == 0:
         log.say(f"world: {world.describe()}; starting at step {run.step + 1} of {config.train.steps}")
     loop.train(run)

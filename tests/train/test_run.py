@@ -57,6 +57,14 @@ def test_a_run_killed_in_the_middle_continues_and_ends_as_one_left_alone_bit_for
     assert metrics(folder / "killed") == metrics(folder / "alone")
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_has_each_step_once(folder):
+    write_config(folder)
+    killed = _run(folder, "checkpoint.every=0", faults=FaultPlan().kill(rank=0, step=3))
+    assert killed.returncode != 0
+    assert _run(folder, "checkpoint.every=0").returncode == 0
+    assert [line["step"] for line in metrics(folder / "run")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_the_number_of_ranks_changes_no_loss(folder):
     write_config(folder, global_batch_size=6)
     for num_ranks in (1, 3):
