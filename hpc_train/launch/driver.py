@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from hpc_train import log
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
 from hpc_train.cluster.binding import read_machine
-from hpc_train.cluster.environment import fill_unset, training_defaults
+from hpc_train.cluster.environment import RENDEZVOUS_VARIABLE, fill_unset, training_defaults
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation
 from hpc_train.cluster.slurm import JobFacts, read_job
@@ -191,7 +192,8 @@ def rank_environment(
         **config.launch.env,
     }
     filled, lines = fill_unset(env, defaults)
-    return {**filled, **run_variables(claim, attempt)}, lines
+    meeting = config.launch.model_dump(include={"timeout_s", "interface", "address_template"})
+    return {**filled, **run_variables(claim, attempt), RENDEZVOUS_VARIABLE: json.dumps(meeting)}, lines
 
 
 def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:

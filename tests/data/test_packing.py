@@ -194,7 +194,7 @@ def test_unknown_policies_and_sizes_are_refused():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_epoch_of_a_million_documents_is_set_up_within_seconds(policy):
-    """Under a second of processor time on one idle core; the limit leaves room for a busy machine."""
+def test_an_epoch_of_a_million_documents_is_set_up(policy):
+    """Takes under a second on one idle core."""
     packing = Packing(np.random.default_rng(0).integers(0, 3000, 10**6), 2048, policy)
-    packing.row(0, 0)
+    assert 0 < sum(piece.length for piece in packing.row(0, 0)) <= 2048
