@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_train.comm.control import Control
 
@@ -45,13 +45,3 @@ class World:
         if dist.is_initialized():
             self.control.barrier()
             dist.destroy_process_group()
-
-    def describe(self) -> dict[str, Any]:
-        """The facts worth a line in the log."""
-        return {
-            "world_size": self.world_size,
-            "num_nodes": self.num_nodes,
-            "backend": self.backend,
-            "device": str(self.device),
-            "source": self.source,
-        }

@@ -125,7 +125,7 @@ def _train(run_dir: Path, config: Config, world: World) -> None:
     if run.metrics is not None:
         run.metrics.forget_after(run.step)
     if world.rank == 0:
-        log.say(f"world: {world.describe()}; starting at step {run.step + 1} of {config.train.steps}")
+        log.say(f"starting at step {run.step + 1} of {config.train.steps}")
     loop.train(run)
     if run.metrics is not None:
         run.metrics.close()
