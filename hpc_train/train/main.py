@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from hpc_train.cluster.environment import RENDEZVOUS_VARIABLE, process_env
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
-from hpc_train.errors import CheckpointError, ExitCode, HpcTrainError, LaunchError
+from hpc_train.errors import CheckpointError, ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
 if TYPE_CHECKING:
@@ -96,9 +97,25 @@ def _run(run_dir: Path) -> int:
         world.close()
         finalize_mpi()
     except BaseException as error:
-        error.rank = world.rank  # type: ignore[attr-defined]
-        raise
+        out_of_memory = _out_of_memory(error)
+        if out_of_memory is None:
+            error.rank = world.rank  # type: ignore[attr-defined]
+            raise
+        out_of_memory.rank = world.rank  # type: ignore[attr-defined]
+        raise out_of_memory from error
     return int(ExitCode.DONE)
+
+
+def _out_of_memory(error: BaseException) -> ConfigError | None:
+    """In words what torch says of memory that is not there; None for any other error."""
+    if not isinstance(error, RuntimeError) or not re.search(r"can't allocate memory|out of memory", str(error)):
+        return None
+    first_line = str(error).splitlines()[0]
+    return ConfigError(
+        f"the memory of this rank's device does not hold what the configuration asks for ({first_line}). Lower "
+        "train.micro_batch_size, data.seq_len or the model's size; with several documents in a row, attention needs a "
+        "mask of seq_len x seq_len bytes for each sequence of a micro-batch."
+    )
 
 
 def _greet_agent(world: World) -> None:

@@ -32,3 +32,19 @@ def test_a_file_that_appears_a_little_later_is_waited_for(tmp_path: Path) -> Non
     writer.start()
     assert main._read(tmp_path / "plan.json") == "content"
     writer.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
+        (RuntimeError("size mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_memory_that_is_not_there_is_said_with_the_settings_to_lower(error: Exception, is_memory: bool) -> None:
+    found = main._out_of_memory(error)
+    assert (found is not None) == is_memory
+    if found is not None:
+        assert "train.micro_batch_size, data.seq_len" in str(found)
