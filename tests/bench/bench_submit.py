@@ -52,8 +52,12 @@ def _plain_script(folder: Path, nodes: int, per_node: int) -> Path:
 
 def _time_plain(slurm: SlurmCluster, folder: Path, script: Path) -> float:
     start = time.time()
-    done = slurm.run(["sbatch", "--wait", "--parsable", str(script)], timeout=300, env=ENV)
-    job = done.stdout.split()[0]
+    job = slurm.run(["sbatch", "--parsable", str(script)], timeout=60, env=ENV).stdout.split()[0]
+    # Not sbatch --wait, which asks ever more seldom.
+    while (
+        slurm.run(["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job]).stdout.strip() != "COMPLETED"
+    ):
+        time.sleep(3.0)  # each question costs the ranks some of their two cores
     said = (folder / f"plain-{job}.out").read_text()
     return float(next(line for line in said.splitlines() if "first collective" in line).split()[-1]) - start
 
