@@ -173,7 +173,15 @@ class CheckpointConfig(Section):
 
 
 class LaunchConfig(Section):
-    """How ranks are started. Everything left out is found on the site."""
+    """How ranks are started, stopped and started again. Everything left out is found on the site.
+
+    stop_signal: what asks for a save and an end, beside TERM. stop_before_s: how long before the time limit the run
+    stops by itself; left out, from the measured times of steps and saves. requeue: when the batch script puts the job
+    back into the queue. max_stalled: attempts in a row without a new checkpoint, after which it is not started again.
+    wrap: words before each rank's command, such as `apptainer exec image.sif`; rank_python: the Python behind them.
+    srun_options: added to the ranks' srun line. stage_env: bring the Python environment to a local disk of each node
+    first, under stage_dir.
+    """
 
     runs_dir: str = "runs"
     mpi: str | None = None
@@ -184,12 +192,23 @@ class LaunchConfig(Section):
     num_threads: Positive | None = None
     modules: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
+    stop_signal: Literal["USR2", "USR1", "URG", "WINCH"] = "USR2"
+    stop_before_s: Annotated[float, Field(gt=0)] | None = None
+    requeue: Literal["interrupted", "failed", "never"] = "interrupted"
+    max_requeues: NonNegative = 100
+    max_stalled: Positive = 3
+    wrap: tuple[str, ...] = ()
+    rank_python: str | None = None
+    srun_options: tuple[str, ...] = ()
+    stage_env: bool = False
+    stage_dir: str | None = None
 
 
 class ObserveConfig(Section):
-    """What is written beside metrics.jsonl."""
+    """What is written beside metrics.jsonl and the logs of nodes. rank_logs: also a log file for each rank."""
 
     tensorboard: bool = False
+    rank_logs: bool = False
 
 
 class Config(Section):
