@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from hpc_train import __version__
 from hpc_train.errors import ExitCode, HpcTrainError
 from hpc_train.launch.arguments import add_launch_parsers
+from hpc_train.launch.interactive_arguments import add_interactive_parsers
 
 EXAMPLES = """\
 examples:
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_data_parser(commands)
     add_launch_parsers(commands)
+    add_interactive_parsers(commands)
     report = commands.add_parser(
         "report",
         help="loss curve and tables of a run",
@@ -149,6 +151,12 @@ def _cancel(options: argparse.Namespace) -> int:
     return cancel_command(options)
 
 
+def _stacks(options: argparse.Namespace) -> int:
+    from hpc_train.health.stacks_command import stacks_command
+
+    return stacks_command(options)
+
+
 def _report(options: argparse.Namespace) -> int:
     from hpc_train.observe.report import report_command
 
@@ -163,5 +171,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "status": _status,
     "logs": _logs,
     "cancel": _cancel,
+    "stacks": _stacks,
     "report": _report,
 }

@@ -27,6 +27,7 @@ from hpc_train.cluster.environment import RENDEZVOUS_VARIABLE, process_env
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
+from hpc_train.cluster.stack_dump import answer_stack_requests
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
@@ -56,6 +57,7 @@ def run_rank(run_dir: Path) -> NoReturn:
         rank = hint.rank if hint else None
         if rank is not None:
             log.prefix_output(rank, host)
+        answer_stack_requests(run_dir, rank, env.get("SLURMD_NODENAME") or host)
         code = _run(run_dir)
     except BaseException as error:
         code = _leave_behind(error, run_dir, rank, host)

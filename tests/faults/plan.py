@@ -1,4 +1,4 @@
-"""Faults that a test plans and a rank then really suffers: an exception, SIGKILL, or a hang, at a step."""
+"""Faults that a test plans and a rank then really suffers: an exception, SIGKILL, SIGSTOP or a hang, at a step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ class FaultPlan:
     def kill(self, *, rank: int, step: int) -> FaultPlan:
         """SIGKILL, as from the kernel when memory is out."""
         return FaultPlan((*self.faults, ("kill", rank, step)))
+
+    def hang(self, *, rank: int, step: int) -> FaultPlan:
+        """A sleep in Python until somebody makes the file `go_on` in the run folder."""
+        return FaultPlan((*self.faults, ("hang", rank, step)))
+
+    def stop(self, *, rank: int, step: int) -> FaultPlan:
+        """SIGSTOP: the process is there, and does nothing until it gets SIGCONT."""
+        return FaultPlan((*self.faults, ("stop", rank, step)))
 
     def environment(self) -> dict[str, str]:
         path = [str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")]

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 _LOOP = "hpc_train.train.loop"
 
@@ -28,6 +29,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _hang(until):
+    while not until.exists():
+        time.sleep(0.1)
+
+
 def _patch(loop):
     faults = {(rank, step): kind for kind, rank, step in json.loads(os.environ["HPC_TRAIN_TEST_FAULTS"])}
     micro_batches = loop._micro_batches
@@ -38,6 +44,10 @@ def _patch(loop):
             raise RuntimeError(f"planned fault on rank {run.world.rank} at step {run.step}")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "hang":
+            _hang(run.run_dir / "go_on")
         return micro_batches(run, step)
 
     loop._micro_batches = with_fault

@@ -1,0 +1,42 @@
+"""The arguments of what is typed beside a live run. Only argparse is imported here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_STACKS_EXAMPLES = """\
+examples:
+  hpc-train stacks 123                      who does not answer, and what the others wait for
+  hpc-train stacks runs/tiny/123 --rank 5 --frames 0
+  hpc-train stacks 123 --json               all threads of all ranks
+
+The ranks go on as before: each writes its own stacks when asked. A rank that cannot answer is named with the state
+of its process and, where py-spy is installed, looked at from outside.
+"""
+
+
+def add_interactive_parsers(commands: Any) -> None:
+    """Add the commands for people at a terminal."""
+    _add_stacks(commands)
+
+
+def _add_stacks(commands: Any) -> None:
+    parser = commands.add_parser(
+        "stacks",
+        help="Python stacks of all ranks of a live run",
+        description="Show where every rank of a live run is, equal ones together, without disturbing them.",
+        epilog=_STACKS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a job id or a run folder")
+    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    parser.add_argument(
+        "--frames", type=int, default=12, metavar="COUNT", help="innermost frames of each stack (default: 12; 0: all)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3.0, metavar="SECONDS", help="how long a rank may take (default: 3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run folders are (default: runs)")

@@ -1,0 +1,52 @@
+"""The files of a run folder that more than one part of the package writes or reads, and how they are written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.json"
+RANKS_FILE = "ranks.tsv"
+OUTCOME_FILE = "outcome.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS_FOLDER = "checkpoints"
+LOGS_FOLDER = "logs"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old content or the new, whole."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """Where a rank writes besides its node's log, if observe.rank_logs is set."""
+    return run_dir / LOGS_FOLDER / f"rank_{rank:05d}.log"
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
