@@ -21,7 +21,8 @@ class BatchValues:
     name: of the run and, unless flags say otherwise, of the job. flags: long sbatch names without dashes to
     values. runs_dir, run_dir, python: absolute paths; run_dir None means a folder by the job's number.
     config_yaml, request_json: the files it carries. mpi: what --mpi of `run` is given, or None. verbatim:
-    what sbatch is given besides, for the record.
+    what sbatch is given besides, for the record. stop_signal, requeue, max_requeues: launch's settings; a job of a
+    chain has "chain" for requeue.
     """
 
     name: str
@@ -35,6 +36,9 @@ class BatchValues:
     modules: tuple[str, ...] = ()
     mpi: str | None = None
     verbatim: tuple[str, ...] = ()
+    stop_signal: str = "USR2"
+    requeue: str = "interrupted"
+    max_requeues: int = 100
 
 
 def batch_script(values: BatchValues) -> str:
@@ -49,7 +53,7 @@ def batch_script(values: BatchValues) -> str:
     note = f"# sbatch was also given: {shlex.join(values.verbatim)}\n" if values.verbatim else ""
     options = f" --mpi {shlex.quote(values.mpi)}" if values.mpi else ""
     filled = {
-        "DIRECTIVES": "\n".join(_directives(values)),
+        "DIRECTIVES": "\n".join(directives(values)),
         "VERSION": values.version,
         "NOTE": _one_line(note.rstrip("\n"), "an sbatch argument") + "\n" if note else "",
         "EXIT_LAUNCH": str(int(ExitCode.LAUNCH)),
@@ -57,6 +61,10 @@ def batch_script(values: BatchValues) -> str:
         "CONFIG_FILE": CONFIG_REQUEST_FILE,
         "REQUEST_FILE": REQUEST_FILE,
         "SUBMIT_FILE": SUBMIT_FILE,
+        "STOP_SIGNAL": values.stop_signal,
+        "REQUEUE": values.requeue,
+        "MAX_REQUEUES": str(values.max_requeues),
+        "REQUEUE_FUNCTIONS": _requeue_functions(),
         "DELIMITER": _delimiter(values.config_yaml + "\n" + values.request_json),
         "CONFIG": values.config_yaml.rstrip("\n"),
         "REQUEST": values.request_json.rstrip("\n"),
@@ -74,14 +82,22 @@ def output_pattern(values: BatchValues) -> str:
     return f"{folder}/slurm-{'%A_%a' if 'array' in values.flags else '%j'}.out"
 
 
-def _directives(values: BatchValues) -> list[str]:
+def directives(values: BatchValues) -> list[str]:
+    """The #SBATCH lines."""
     given = {
         "job-name": values.name,
         "output": output_pattern(values),
         "open-mode": "append",
         **values.flags,
     }
+    if values.requeue in ("interrupted", "failed") and not {"requeue", "no-requeue"} & set(values.flags):
+        given["requeue"] = ""
     return [_directive(long, value) for long, value in given.items()]
+
+
+def _requeue_functions() -> str:
+    """requeue.sh without the words on how to use it elsewhere."""
+    return read_template("requeue.sh").partition("\n\n")[2].rstrip("\n")
 
 
 def _directive(long: str, value: str) -> str:

@@ -6,7 +6,8 @@ There are no abbreviations, which sbatch would guess. Whatever is not here goes 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import signal
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError
@@ -63,10 +64,14 @@ FLAGS = (
 )
 
 
-def add_slurm_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser every flag of the table, under the heading of Slurm."""
-    group = parser.add_argument_group("Slurm flags (others follow behind `--`, as sbatch knows them)")
+def add_slurm_flags(
+    parser: argparse.ArgumentParser, *, tool: str = "sbatch", without: Collection[str] = frozenset()
+) -> None:
+    """Give a parser the flags of the table but those that `tool` does not have, under the heading of Slurm."""
+    group = parser.add_argument_group(f"Slurm flags (others follow behind `--`, as {tool} knows them)")
     for flag in FLAGS:
+        if flag.long in without:
+            continue
         names = [flag.short, f"--{flag.long}"] if flag.short else [f"--{flag.long}"]
         if flag.metavar is None:
             group.add_argument(*names, dest=f"slurm_{flag.key}", action="store_const", const="", help=flag.help)
@@ -113,6 +118,31 @@ def world_size_of(flags: Mapping[str, str]) -> tuple[int, dict[str, str]]:
         "NODES "
         f"with --gpus-per-node=GPUS for one rank a GPU. Given: {describe_flags(flags) or 'no Slurm flags'}"
     )
+
+
+def check_signal(value: str | None, stop_signal: str) -> None:
+    """Refuse a --signal that the ranks do not take as a request to save and end: it would end them at once.
+
+    Args:
+        value: What --signal was given, `[R][B][:]SIGNAL[@SECONDS]`.
+        stop_signal: launch.stop_signal, a name without SIG.
+
+    Raises:
+        ConfigError: the signal is neither launch.stop_signal nor TERM, or no signal.
+    """
+    if value is None:
+        return
+    options, _, rest = value.rpartition(":")
+    text = rest.partition("@")[0].upper()
+    try:
+        asked = signal.Signals(int(text)) if text.isdecimal() else signal.Signals[f"SIG{text.removeprefix('SIG')}"]
+    except (KeyError, ValueError):
+        raise ConfigError(f"--signal={value} names no signal; write --signal={stop_signal}@SECONDS") from None
+    if asked not in (signal.Signals[f"SIG{stop_signal}"], signal.SIGTERM):
+        raise ConfigError(
+            f"--signal={value} would end the ranks at once: they save and end on {stop_signal} (launch.stop_signal) "
+            f"and on TERM. Write --signal={options and options + ':'}{stop_signal}@SECONDS"
+        )
 
 
 def describe_flags(flags: Mapping[str, str]) -> str:

@@ -24,7 +24,6 @@ from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batc
 from hpc_train.launch.checks import check_before_start
 from hpc_train.launch.queue import ask, job_is_live
 from hpc_train.launch.run_folder import (
-    CONFIG_FILE,
     REQUEST_FILE,
     RUN_DIR_VARIABLE,
     SUBMIT_FILE,
@@ -32,8 +31,9 @@ from hpc_train.launch.run_folder import (
     read_owner,
     time_name,
 )
-from hpc_train.launch.slurm_flags import given_flags, world_size_of
+from hpc_train.launch.slurm_flags import check_signal, given_flags, world_size_of
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.run_files import CONFIG_FILE
 
 
 def submit_command(options: Namespace) -> int:
@@ -47,6 +47,8 @@ def submit_command(options: Namespace) -> int:
     if options.chain > 1 and "job-name" not in values.flags:
         # Jobs of one name wait for each other: a name that no other chain has.
         values = replace(values, flags={**values.flags, "job-name": f"{values.name}-{time_name()}"})
+    if options.chain > 1:
+        values = replace(values, requeue="chain")
     if options.dry_run:
         print(batch_script(values), end="")
         return 0
@@ -80,6 +82,7 @@ def batch_values(options: Namespace, env: Mapping[str, str]) -> BatchValues:
     parallel = config.parallel
     mesh = Mesh.fill(world_size, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
     check_before_start(config, mesh)
+    check_signal(flags.get("signal"), config.launch.stop_signal)
     run_dir = options.run_dir or env.get(RUN_DIR_VARIABLE)
     return BatchValues(
         name=config.name,
@@ -93,6 +96,9 @@ def batch_values(options: Namespace, env: Mapping[str, str]) -> BatchValues:
         modules=config.launch.modules,
         mpi=options.mpi,
         verbatim=tuple(options.verbatim or ()),
+        stop_signal=config.launch.stop_signal,
+        requeue=config.launch.requeue,
+        max_requeues=config.launch.max_requeues,
     )
 
 

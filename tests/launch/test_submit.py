@@ -99,6 +99,34 @@ def test_an_array_gets_a_folder_a_task_which_only_the_tasks_can_make(
     assert list((tmp_path / "runs" / "little").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "directive", "policy"),
+    [
+        ((), ["#SBATCH --requeue"], "interrupted"),
+        (("launch.requeue=failed",), ["#SBATCH --requeue"], "failed"),
+        (("--requeue",), ["#SBATCH --requeue"], "interrupted"),
+        (("--no-requeue",), ["#SBATCH --no-requeue"], "interrupted"),
+        (("launch.requeue=never",), [], "never"),
+        (("--chain", "2"), [], "chain"),
+    ],
+)
+def test_a_job_may_be_requeued_unless_that_is_not_wanted(
+    words: tuple[str, ...], directive: list[str], policy: str, tmp_path: Path, slurm_fakes: FakeCommands
+) -> None:
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", *words]) == 0
+    for call in slurm_fakes.calls("sbatch"):
+        assert [line for line in call["input"].splitlines() if line.endswith("requeue")] == directive
+        assert f"\nHPC_TRAIN_REQUEUE={policy}\n" in call["input"]
+
+
+@pytest.mark.parametrize("signal", ["USR2@60", "B:USR2@60", "B:SIGUSR2", "12@60", "TERM@60", "RB:USR2@60"])
+def test_a_warning_signal_that_the_ranks_understand_is_taken(
+    signal: str, tmp_path: Path, slurm_fakes: FakeCommands
+) -> None:
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", f"--signal={signal}"]) == 0
+    assert f"#SBATCH --signal={signal}\n" in slurm_fakes.calls("sbatch")[0]["input"]
+
+
 def test_a_chain_is_jobs_of_one_name_in_the_folder_of_the_first(tmp_path: Path, slurm_fakes: FakeCommands) -> None:
     assert main(["submit", str(write_config(tmp_path)), "-n", "4", "-d", "afterok:1", "--chain", "3"]) == 0
     scripts = [call["input"] for call in slurm_fakes.calls("sbatch")]
@@ -120,6 +148,9 @@ def test_a_chain_is_jobs_of_one_name_in_the_folder_of_the_first(tmp_path: Path, 
         (("-n", "4", "train.step=1"), 2, "did you mean steps"),
         (("-n", "4", "data.train=[{prefix: nowhere/corpus}]"), 4, "nowhere/corpus.idx: no such file"),
         (("-n", "4", "parallel.dp=8"), 2, "4 missing"),
+        (("-n", "4", "--signal=B:USR1@60"), 2, "Write --signal=B:USR2@SECONDS"),
+        (("-n", "4", "--signal=10"), 2, "Write --signal=USR2@SECONDS"),
+        (("-n", "4", "--signal=NOSUCH@60"), 2, "names no signal"),
     ],
 )
 def test_what_cannot_work_is_refused_before_sbatch(
@@ -179,4 +210,4 @@ def test_the_script_of_a_submission_runs_with_the_interpreter_of_the_submission(
     assert main(["submit", str(write_config(tmp_path)), "-n", "4"]) == 0
     script = slurm_fakes.calls("sbatch")[0]["input"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert f"exec {sys.executable} -m hpc_train run" in script
+    assert f"hpc_train_run {sys.executable} -m hpc_train run" in script
