@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -22,19 +23,23 @@ FAILURE_FILE = "failure.json"
 
 
 class LineWriter(io.TextIOBase):
-    """A text stream that passes on whole lines, each in one write, each with a prefix.
+    """A text stream that passes on whole lines, each in one write, each with a prefix, to one file or several.
 
     A line that is still open when `flush` is called stays in the buffer: half lines of several ranks in one
-    file could not be told apart. It goes out at its line end or at `close`.
+    file could not be told apart. It goes out at its line end or at `close`. Threads have a buffer each.
     """
 
     def __init__(self, file_descriptor: int, label: str) -> None:
         self._file_descriptor = file_descriptor
+        self._copies: list[int] = []
         self._label = label
-        self._open_line = ""
+        self._open_lines: dict[int, str] = {}
 
     def write(self, text: str) -> int:
-        *lines, self._open_line = (self._open_line + text).split("\n")
+        thread = threading.get_ident()
+        *lines, open_line = (self._open_lines.pop(thread, "") + text).split("\n")
+        if open_line:
+            self._open_lines[thread] = open_line
         for line in lines:
             self._emit(line.rpartition("\r")[2] if not line.endswith("\r") else line[:-1])
         return len(text)
@@ -49,14 +54,27 @@ class LineWriter(io.TextIOBase):
         """Nothing to do: whole lines are out already."""
 
     def close(self) -> None:
-        if self._open_line:
-            self._emit(self._open_line)
-            self._open_line = ""
+        while self._open_lines:
+            _, line = self._open_lines.popitem()
+            self._emit(line)
+
+    def copy_to(self, file_descriptor: int) -> None:
+        """Write every line there as well. A copy that cannot be written is given up."""
+        self._copies.append(file_descriptor)
 
     def _emit(self, line: str) -> None:
         data = f"{timestamp()} {self._label} | {line}\n".encode(errors="replace")
-        while data:
-            data = data[os.write(self._file_descriptor, data) :]
+        for copy in tuple(self._copies):
+            try:
+                _write_all(copy, data)
+            except OSError:
+                self._copies.remove(copy)
+        _write_all(self._file_descriptor, data)
+
+
+def _write_all(file_descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file_descriptor, data) :]
 
 
 def timestamp() -> str:
@@ -69,6 +87,14 @@ def prefix_output(rank: int, host: str) -> None:
     """From now on, every line that Python code of this process prints carries time, host and rank."""
     label = f"{host} r{rank}"
     sys.stdout, sys.stderr = LineWriter(1, label), LineWriter(2, label)
+
+
+def copy_output(path: Path) -> None:
+    """From now on, lines that Python code of this process prints also go to the end of this file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, LineWriter), "prefix_output comes first"
+        stream.copy_to(descriptor)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -46,6 +46,9 @@ _PER_RANK = re.compile(r"OMPI_MCA_(ess|orte|prte|pmix|initial|ess_base).*|NCCL_D
 
 # How ranks meet, as JSON from the driver: ranks read the whole configuration only when they are connected.
 RENDEZVOUS_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
+# When the job's time ends, in epoch seconds, and the name of the signal that asks for a save and an end.
+END_TIME_VARIABLE = "HPC_TRAIN_END_TIME"
+STOP_SIGNAL_VARIABLE = "HPC_TRAIN_STOP_SIGNAL"
 
 # measured: MPI's import and init take 0.2 s a rank with these and 1.5 s without, Open MPI 5.0 on two cores.
 _CPU_COMPONENTS = {
@@ -99,6 +102,16 @@ def site_defaults(env: Mapping[str, str]) -> dict[str, str]:
     scrubbed_for_submission removes those variables; as flags they stay, and are seen in the script.
     """
     return {flag: env[name] for name, flag in _SITE_DEFAULTS.items() if env.get(name)}
+
+
+def salloc_defaults(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the same as flags of salloc, long name to value; SALLOC_ACCOUNT and the like come before SBATCH_'s."""
+    chosen = {}
+    for name, flag in _SITE_DEFAULTS.items():
+        value = env.get(name.replace("SBATCH_", "SALLOC_")) or env.get(name)
+        if value:
+            chosen[flag.removeprefix("--")] = value
+    return chosen
 
 
 def fill_unset(env: Mapping[str, str], defaults: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -26,11 +26,13 @@ _CLOCK = re.compile(r"([0-9]+)(?::([0-9]+)(?::([0-9]+))?)?")
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
-def parse_time_limit(text: str) -> int | Unknown | None:
+def parse_time_limit(text: str, *, whole_minutes: bool = True) -> int | Unknown | None:
     """Read a Slurm time limit: seconds, None for no limit, UNKNOWN for every other word.
 
-    minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]; rounded up to a whole
-    minute as Slurm does, so `90:30` is 91 minutes. 0 and UNLIMITED mean no limit.
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]. 0 and UNLIMITED mean no limit.
+
+    Args:
+        whole_minutes: Round up to a whole minute as Slurm does, so that `90:30` is 91 minutes.
     """
     word = text.strip()
     if word.lower() in _UNLIMITED:
@@ -45,7 +47,7 @@ def parse_time_limit(text: str) -> int | Unknown | None:
         total = (parts[0] * 60 + parts[1]) * 60 + parts[2]
     else:
         return UNKNOWN
-    return -(-total // 60) * 60 or None
+    return (-(-total // 60) * 60 if whole_minutes else total) or None
 
 
 def require_free_bytes(

@@ -1,7 +1,7 @@
 """The node agent: one process a node beside the ranks, in a step of its own, so that it outlives them.
 
 So far it knows the ranks of its node and says when one of their processes is gone. It serves JSON lines on
-an abstract Unix socket and ends on TERM, when told to stop, when its standard input ends, which the driver
+an abstract Unix socket and ends on INT, when told to stop, when its standard input ends, which the driver
 holds open, and when whoever started it is gone.
 """
 
@@ -182,8 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log(f"no agent here: {problem}")
         print(f"node agent on {options.node}: {problem}", file=sys.stderr)
         return 3
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: agent.stop(signal.Signals(number).name))
+    # Slurm's signals come to every step of a job. Those that ask ranks to save and end must not end what the ranks
+    # need for it; the end of the driver, seen by its pipe and as the parent, ends the agent.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGWINCH, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: log(f"got {signal.Signals(number).name} and goes on"))
+    signal.signal(signal.SIGINT, lambda number, frame: agent.stop(signal.Signals(number).name))
     agent.end_with_input()
     agent.serve(lambda: os.getppid() == parent)
     return 0
@@ -199,8 +202,8 @@ def _open_log(path: Path, node: str) -> Callable[[str], None]:
 
 
 def _end_with_parent() -> None:
-    """Get TERM from the kernel when the parent (slurmstepd, or the driver on a laptop) ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """Get INT from the kernel when the parent (slurmstepd, or the driver on a laptop) ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,12 @@ def _add_run(commands: Any) -> None:
     _add_configuration(parser)
     _add_counts(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="run folder; an earlier one is gone on with")
+    parser.add_argument(
+        "-t",
+        "--time",
+        metavar="LIMIT",
+        help="save and end before this time is over, written as for sbatch: 30, 1:30:00",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
 
 

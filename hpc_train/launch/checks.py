@@ -10,9 +10,9 @@ from typing import Any
 
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
-from hpc_train.launch.run_folder import CONFIG_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.run_files import CONFIG_FILE, OUTCOME_FILE, read_json
 
 
 def check_before_start(config: Config, mesh: Mesh) -> None:

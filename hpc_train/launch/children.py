@@ -21,6 +21,8 @@ from typing import IO, Literal
 from hpc_train.errors import LaunchError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Go to the ranks as they are, unless one of them is the stop signal."""
 GRACE_S = 5.0
 """From TERM to the next harder way to end a child; assumed: ranks that ignore TERM for longer are stuck."""
 
@@ -120,31 +122,47 @@ def descendants(root: int) -> list[int]:
 
 
 class Stopper:
-    """Ends one child in steps, and remembers which signal asked for it.
+    """Asks one child to end, or ends it in steps, and remembers what happened.
 
-    `steps` are called one after another, GRACE_S apart, until the child has ended.
+    stop_signal: what the child's ranks understand as "save and end", sent on the first signal but SIGINT; None: they
+    understand nothing. `steps` are called one after another, GRACE_S apart, until the child has ended.
+    reason: why `stop` ended it. asked: the signal that asked for an end with a save. forced: the one that did not wait.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], steps: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], steps: Sequence[Callable[[], None]], stop_signal: int | None = None
+    ) -> None:
         self._child = child
         self._steps = steps
-        self._asked = threading.Event()
-        self.signal_received: int | None = None
+        self._stop_signal = stop_signal
+        self._end_now = threading.Event()
         self.reason: str | None = None
+        self.asked: str | None = None
+        self.forced: str | None = None
         threading.Thread(target=self._run, name="stopper", daemon=True).start()
 
     def stop(self, reason: str) -> None:
         """Begin to end the child; returns at once."""
         self.reason = self.reason or reason
-        self._asked.set()
+        self._end()
+
+    def _end(self) -> None:
+        self._end_now.set()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
-        self.signal_received = self.signal_received or number
-        self.stop(f"the driver got {signal.Signals(number).name}")
+        name = signal.Signals(number).name
+        if number in PASSED_ON and number != self._stop_signal:
+            self._child.send_signal(number)
+        elif self._stop_signal is not None and self.asked is None and number != signal.SIGINT:
+            self.asked = f"the driver got {name}"
+            self._child.send_signal(self._stop_signal)
+        else:
+            self.forced = self.forced or f"the driver got {name}" + (" as well" if self.asked else "")
+            self._end()
 
     def _run(self) -> None:
-        self._asked.wait()
+        self._end_now.wait()
         for step in self._steps:
             if self._child.poll() is not None:
                 return
@@ -173,14 +191,19 @@ def stop_steps(child: subprocess.Popen[bytes], *, is_srun: bool) -> list[Callabl
     return [term, interrupt_twice, kill_group] if is_srun else [term, kill_group]
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal but Ctrl-C's asked this process to end."""
+
+
 @contextlib.contextmanager
-def terminations_raise() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end this process as Ctrl-C does, so that clean-up runs."""
+def terminations_raise(stop_signal: int = signal.SIGTERM) -> Iterator[None]:
+    """While inside, SIGTERM, SIGHUP and stop_signal end this process as Ctrl-C does, so that clean-up runs."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"got {signal.Signals(number).name}")
+        raise Interrupted(f"got {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = {signal.SIGTERM, signal.SIGHUP, stop_signal}
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -189,9 +212,10 @@ def terminations_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_go_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While inside, SIGINT, SIGTERM and SIGHUP call `handler`."""
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+def signals_go_to(handler: Callable[[int, FrameType | None], None], stop_signal: int | None) -> Iterator[None]:
+    """While inside, the signals that end, stop or are passed on call `handler`."""
+    numbers = {*STOP_SIGNALS, *PASSED_ON, *([stop_signal] if stop_signal is not None else [])}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

@@ -5,15 +5,17 @@
 3. claim the run folder, and write the plan into it
 4. ranks by one srun or mpirun, and an agent on each node beside them
 5. wait, or stop them when told to
-6. outcome: written whole, and its exit code is the driver's
+6. outcome: written whole, and its exit code is the driver's; a batch script starts again what was interrupted
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,30 +24,41 @@ from hpc_train import log
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
 from hpc_train.cluster.binding import read_machine
-from hpc_train.cluster.environment import RENDEZVOUS_VARIABLE, fill_unset, training_defaults
+from hpc_train.cluster.environment import (
+    END_TIME_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    STOP_SIGNAL_VARIABLE,
+    fill_unset,
+    training_defaults,
+)
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.config import Config, dump_yaml
-from hpc_train.errors import ConfigError, ExitCode, HpcTrainError
+from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
-from hpc_train.launch.children import terminations_raise
-from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.children import Interrupted, terminations_raise
+from hpc_train.launch.queue import end_time_of, job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher
 from hpc_train.plan.run import Plan, plan_run
+from hpc_train.plan.run_files import CONFIG_FILE, PLAN_FILE, RANKS_FILE, write_atomically
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the user asked for. run_dir None: a new folder; ranks None: what the job or the mesh says."""
+    """What the user asked for.
+
+    run_dir None: a new folder. ranks None: what the job or the mesh says. time_limit_s: stop before so much time.
+    """
 
     config: Config
     run_dir: Path | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
     mpi: str | None = None
+    time_limit_s: float | None = None
 
 
 def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
@@ -54,6 +67,7 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     Raises:
         HpcTrainError: it cannot be started.
     """
+    begin = time.time()
     job = find_job(env, found)
     host = socket.gethostname()
     asked = asked_run_dir(request, env)
@@ -63,15 +77,20 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     run_dir = asked or default_run_dir(request.config, found, job)
     owner = run_folder.this_process(host, job.requeue_id if job else None, job.restart_count if job else 0)
     claim = run_folder.claim(run_dir, owner, job_is_live)
-    with terminations_raise():
+    with terminations_raise(stop_signal_of(request.config)):
         try:
-            return _drive_claimed(request, env, found, job, claim)
+            return _drive_claimed(request, env, found, job, claim, begin)
         finally:
             claim.release()
 
 
 def _drive_claimed(
-    request: RunRequest, env: Mapping[str, str], found: Found, job: JobFacts | None, claim: run_folder.Claim
+    request: RunRequest,
+    env: Mapping[str, str],
+    found: Found,
+    job: JobFacts | None,
+    claim: run_folder.Claim,
+    begin: float,
 ) -> int:
     run_dir, config, job_id = claim.run_dir, request.config, claim.owner.job_id
     notes = compare_with_earlier(run_dir, config)
@@ -87,10 +106,18 @@ def _drive_claimed(
         job_log.say(f"the folder is taken over from a run that is gone: {claim.taken_over.describe()}")
     for line in notes.changes:
         job_log.say(line)
+    is_batch = found.situation is Situation.BATCH_SHELL
     try:
-        start = _plan_and_prepare(request, env, found, job, claim, attempt, job_log)
-        end = run_ranks(start, job_log.say)
-        outcome = record.decide_outcome(run_dir, end)
+        outcome = _stalled_before(run_dir, config, job_id, job) if is_batch else None
+        if outcome is None:
+            times = {**env, **stop_variables(request, job, begin)}
+            start = _plan_and_prepare(request, times, found, job, claim, attempt, job_log)
+            outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say))
+            if is_batch:
+                outcome = record.bound_by_progress(outcome, run_folder.num_stalled(run_dir, job_id), config.launch)
+    except Interrupted as interruption:
+        reason = f"{interruption} before the ranks started"
+        outcome = record.Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     except BaseException as error:
         code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
         failed = record.Outcome("failed", code, f"before the ranks started: {error or type(error).__name__}", None)
@@ -124,16 +151,53 @@ def _plan_and_prepare(
     for warning in allocation.warnings:
         job_log.say(f"warning: {warning}")
     write_plan(run_dir, plan)
-    run_folder.write_atomically(run_dir / run_folder.CONFIG_FILE, dump_yaml(config))
-    run_folder.write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
+    write_atomically(run_dir / CONFIG_FILE, dump_yaml(config))
+    write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
     text = record.banner(attempt, claim.owner.job_id)
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
-    command = (sys.executable, "-m", "hpc_train", "run", str(run_dir / run_folder.CONFIG_FILE))
-    return RanksToStart(run_dir, allocation, command, rank_env, site.launcher)
+    command = (sys.executable, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
+    return RanksToStart(run_dir, allocation, command, rank_env, site.launcher, stop_signal_of(config))
 
 
 def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
-    return None if found.situation is Situation.LAPTOP else read_job(env, own_process())
+    """The job that this process is in.
+
+    Raises:
+        LaunchError: its variables are left over from a job that has ended.
+    """
+    job = None if found.situation is Situation.LAPTOP else read_job(env, own_process())
+    if job is not None and job_is_live(job.job_id) is False:
+        raise LaunchError(
+            f"SLURM_JOB_ID={job.job_id} is set, but Slurm has no such job any more: variables of an earlier job are "
+            "left over here, as in a terminal multiplexer that was started inside it. Leave that shell, or unset all "
+            "SLURM_* variables, and start from a new salloc"
+        )
+    return job
+
+
+def stop_signal_of(config: Config) -> int:
+    return signal.Signals[f"SIG{config.launch.stop_signal}"]
+
+
+def stop_variables(request: RunRequest, job: JobFacts | None, begin: float) -> dict[str, str]:
+    """What ranks need to know to stop in good time: when the job or --time ends, and the signal."""
+    ends = []
+    if request.time_limit_s is not None:
+        ends.append(begin + request.time_limit_s)
+    if job is not None and (job_end := job.end_time or end_time_of(job.job_id)) is not None:
+        ends.append(float(job_end))
+    variables: dict[str, str] = {STOP_SIGNAL_VARIABLE: request.config.launch.stop_signal}
+    if ends:
+        variables[END_TIME_VARIABLE] = f"{min(ends):.0f}"
+    return variables
+
+
+def _stalled_before(run_dir: Path, config: Config, job_id: str | None, job: JobFacts | None) -> record.Outcome | None:
+    """Whether Slurm has put a job back that makes no progress; this start is not counted."""
+    stalled = run_folder.num_stalled(run_dir, job_id) - 1
+    if job is None or not job.restart_count or stalled < config.launch.max_stalled:
+        return None
+    return record.no_progress(stalled, "see the outcome files of its earlier attempts")
 
 
 def asked_run_dir(request: RunRequest, env: Mapping[str, str]) -> Path | None:
@@ -207,8 +271,8 @@ def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
-    run_folder.write_atomically(run_dir / run_folder.PLAN_FILE, plan.to_json())
-    run_folder.write_atomically(run_dir / run_folder.RANKS_FILE, plan.ranks_tsv(slurm_order=True))
+    write_atomically(run_dir / PLAN_FILE, plan.to_json())
+    write_atomically(run_dir / RANKS_FILE, plan.ranks_tsv(slurm_order=True))
 
 
 def describe_allocation(allocation: Allocation) -> str:

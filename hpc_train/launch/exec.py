@@ -31,6 +31,7 @@ from hpc_train.launch.rendezvous import RendezvousServer
 from hpc_train.launch.site import choose_launcher
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.run import plan_mesh
+from hpc_train.plan.run_files import write_atomically
 
 EXEC_NAME = "exec"
 
@@ -82,7 +83,7 @@ def _exec_claimed(
     rank_env = {**filled, **run_variables(claim, attempt)}
     if options.interface:
         rank_env[exec_task.INTERFACE] = options.interface
-    run_folder.write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
+    write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], record.banner(attempt, job_id))
     command = (sys.executable, "-m", "hpc_train.launch.exec_task", *options.verbatim)
     server = None if _is_preset(env) else RendezvousServer(allocation.num_tasks)

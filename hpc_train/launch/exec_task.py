@@ -23,6 +23,7 @@ from typing import IO
 
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.scratch import cache_variables
 from hpc_train.cluster.network import advertised_address
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
 from hpc_train.cluster.situation import rank_hint
@@ -31,7 +32,7 @@ from hpc_train.errors import HpcTrainError, LaunchError
 from hpc_train.launch.children import end_with_parent, start_child
 from hpc_train.launch.follow import write_all
 from hpc_train.launch.rendezvous import Endpoint, RendezvousClient
-from hpc_train.launch.run_folder import RANKS_FILE
+from hpc_train.plan.run_files import RANKS_FILE
 
 RENDEZVOUS_PORT = "HPC_TRAIN_RENDEZVOUS_PORT"
 RENDEZVOUS_TOKEN = "HPC_TRAIN_RENDEZVOUS_TOKEN"
@@ -145,6 +146,7 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
     listener, endpoint = _agree_on_endpoint(env, place, client)
     child_env = {name: value for name, value in env.items() if name not in _PRIVATE}
     child_env |= rank_variables(place, endpoint)
+    child_env |= cache_variables(env)[0]
     if client is not None and importlib.util.find_spec("torch") is not None:
         # torch's env:// then connects on every rank as a client to the store that this command holds.
         child_env["TORCHELASTIC_USE_AGENT_STORE"] = "True"

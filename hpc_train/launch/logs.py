@@ -14,7 +14,7 @@ from hpc_train.launch.follow import POLL_S, GrowingFile, rank_of_line
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import node_log
 from hpc_train.launch.record import JOB_LOG
-from hpc_train.launch.run_folder import OUTCOME_FILE, RANKS_FILE, read_json
+from hpc_train.plan.run_files import OUTCOME_FILE, RANKS_FILE, rank_log, read_json
 
 _LOOK_FOR_END_S = 2.0
 _REMEMBERED_LINES = 10000
@@ -87,6 +87,8 @@ def log_of_rank(folder: Path, rank: int) -> Path:
         rows = [line.split("\t") for line in (folder / RANKS_FILE).read_text(encoding="utf-8").splitlines()[1:]]
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {RANKS_FILE} yet, so the node of rank {rank} is not known") from None
+    if (own := rank_log(folder, rank)).exists():
+        return own
     for row in rows:
         if row[0] == str(rank):
             return node_log(folder, row[1])

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpc_train.cluster.environment import process_env
 from hpc_train.errors import LaunchError
 
 _GONE = "Invalid job id"
@@ -42,6 +43,19 @@ def find_job(job_id: str) -> QueuedJob | None:
     """A job that waits, runs or ends just now; None if the queue does not have it any more."""
     jobs = list_jobs(["--jobs", job_id])
     return jobs[0] if jobs else None
+
+
+def end_time_of(job_id: str) -> int | None:
+    """When a job's time limit ends it, in epoch seconds; None without a limit or where Slurm cannot be asked."""
+    try:
+        # Slurm speaks local time unless it is told to count seconds.
+        text = ask(
+            ["squeue", "--noheader", "--format=%e", "--jobs", job_id], env={**process_env(), "SLURM_TIME_FORMAT": "%s"}
+        )
+    except LaunchError:
+        return None
+    word = text.strip()
+    return int(word) if word.isdecimal() and int(word) > 0 else None
 
 
 def list_jobs(filters: Sequence[str]) -> list[QueuedJob]:

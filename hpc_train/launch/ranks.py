@@ -22,7 +22,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.errors import LaunchError
 from hpc_train.launch import children, steps
 from hpc_train.launch.follow import FileFollower, PipeCopier, rank_of_line, write_all
-from hpc_train.launch.run_folder import write_atomically
+from hpc_train.plan.run_files import LOGS_FOLDER, write_atomically
 
 HOST_FILE = "hosts.txt"
 _MOST_FOLLOWED_NODES = 64
@@ -51,6 +51,7 @@ class MpirunLauncher:
 class RanksToStart:
     """One attempt. `env` is the ranks' whole environment.
 
+    stop_signal: what the ranks understand as "save and end"; None for programs of which that is not known.
     show_all: copy every rank's lines to the driver's output, not rank 0's alone.
     """
 
@@ -59,20 +60,22 @@ class RanksToStart:
     command: tuple[str, ...]
     env: Mapping[str, str]
     launcher: SrunLauncher | MpirunLauncher
+    stop_signal: int | None = None
     show_all: bool = False
 
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """How the launcher ended: its exit code (negative: the signal that ended it), and why we stopped it.
+    """How the launcher ended: its exit code (negative: the signal that ended it).
 
-    by_signal: because the driver itself was told to stop, not because of what `watch` saw. said: the last lines of
-    srun's own standard error, which is not the ranks'.
+    stopped: what `watch` saw. asked: the signal for which the ranks were asked to save and end. forced: the one for
+    which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks'.
     """
 
     code: int
     stopped: str | None = None
-    by_signal: bool = False
+    asked: str | None = None
+    forced: str | None = None
     said: tuple[str, ...] = ()
 
 
@@ -96,8 +99,8 @@ def run_ranks(
     said: deque[str] = deque(maxlen=5)
     listener = threading.Thread(target=_pass_on_errors, args=(child, said), daemon=True)
     listener.start()
-    stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun))
-    with children.signals_go_to(stopper.handle):
+    stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun), start.stop_signal)
+    with children.signals_go_to(stopper.handle, start.stop_signal):
         agents = _start_agents(start, say)
         copier = _copy_output(start, child)
         _watch_in_background(child, stopper, watch)
@@ -111,7 +114,7 @@ def run_ranks(
         left = children.end_descendants()
     if left:
         say(f"ended {left} processes that the ranks had left behind")
-    return RanksEnd(code, stopper.reason, stopper.signal_received is not None, tuple(said))
+    return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, tuple(said))
 
 
 def _pass_on_errors(child: subprocess.Popen[bytes], said: deque[str]) -> None:
@@ -126,7 +129,7 @@ def _pass_on_errors(child: subprocess.Popen[bytes], said: deque[str]) -> None:
 
 def node_log(run_dir: Path, node: str) -> Path:
     """Where the ranks of a node write."""
-    return run_dir / "logs" / f"{node}.log"
+    return run_dir / LOGS_FOLDER / f"{node}.log"
 
 
 def _launcher_argv(start: RanksToStart) -> list[str]:

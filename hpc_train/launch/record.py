@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import log
+from hpc_train.config import LaunchConfig
 from hpc_train.errors import ExitCode
 from hpc_train.launch.ranks import RanksEnd
-from hpc_train.launch.run_folder import OUTCOME_FILE, read_json, write_atomically
+from hpc_train.plan.run_files import OUTCOME_FILE, read_json, write_atomically
 
 JOB_LOG = "job.log"
 
@@ -22,6 +23,8 @@ _RECORDED = re.compile(
     r"PYTHON|CONDA|MODULE|LMOD)[A-Z0-9_]*|LOADEDMODULES|_LMFILES_|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|HOSTNAME|"
     r"TMPDIR|SCRATCH"
 )
+# cited: srun says so of a step that Slurm itself ends.
+_SLURM_ENDED_IT = re.compile(r"CANCELLED AT .* DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE)")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -64,7 +67,7 @@ def environment_text(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended. outcome: done, failed, stopped, or what a rank wrote."""
+    """How an attempt ended. outcome: done, failed, interrupted (to be gone on with), stopped, or no progress."""
 
     outcome: str
     exit_code: int
@@ -77,10 +80,10 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
 
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
     """
-    if end.stopped is not None and end.by_signal:
-        return Outcome("stopped", int(ExitCode.INTERNAL), end.stopped, None)
     if end.stopped is not None:
         return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
+    if end.forced is not None:
+        return Outcome("stopped", int(ExitCode.INTERNAL), end.forced, None)
     failure = log.read_failure(run_dir)
     if failure is not None and end.code != 0:
         code = failure.get("exit_code")
@@ -97,6 +100,10 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
             str(written.get("reason", "all ranks ended well")),
             None,
         )
+    interruption = end.asked or next((line for line in end.said if _SLURM_ENDED_IT.search(line)), None)
+    if interruption is not None:
+        reason = f"{interruption}; the ranks ended before they could save, so the last complete checkpoint stands"
+        return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     refused = next((line for line in end.said if "Unable to create step" in line), None)
     if refused is not None:
         reason = (
@@ -106,6 +113,26 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
         return Outcome("failed", int(ExitCode.LAUNCH), reason, None)
     said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said, None)
+
+
+def bound_by_progress(outcome: Outcome, stalled: int, config: LaunchConfig) -> Outcome:
+    """The same outcome, or that the run is not to be started again, where so many starts saved nothing new.
+
+    stalled: starts in a row, this one included, that found the checkpoint that is still the newest.
+    """
+    comes_back = {"interrupted": (ExitCode.REQUEUE,), "failed": (ExitCode.REQUEUE, ExitCode.INTERNAL), "never": ()}
+    if outcome.exit_code not in comes_back[config.requeue] or stalled < config.max_stalled:
+        return outcome
+    return no_progress(stalled, outcome.reason, outcome.failure)
+
+
+def no_progress(stalled: int, last_end: str, failure: dict[str, Any] | None = None) -> Outcome:
+    reason = (
+        f"no checkpoint came of the last {stalled} starts of this job, so it is not started again "
+        f"(launch.max_stalled). Save more often (checkpoint.every), ask for more time, or mend what ended it: "
+        f"{last_end}"
+    )
+    return Outcome("no progress", int(ExitCode.NO_PROGRESS), reason, failure)
 
 
 def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str | None) -> None:

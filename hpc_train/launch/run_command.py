@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation, find_situation
-from hpc_train.errors import LaunchError
+from hpc_train.errors import ConfigError, LaunchError
 
 BeARank = Callable[[str], int]
 """Given the run folder, be one rank and return its exit code."""
@@ -50,6 +50,19 @@ def rank_folder(options: Namespace, env: Mapping[str, str], found: Found) -> str
     raise error
 
 
+def _time_limit(text: str | None) -> float | None:
+    """Seconds, or None without a limit; unlike Slurm's, a limit of `0:20` is 20 seconds."""
+    from hpc_train.cluster.limits import Unknown, parse_time_limit
+
+    limit = None if text is None else parse_time_limit(text, whole_minutes=False)
+    if isinstance(limit, Unknown):
+        raise ConfigError(
+            f"--time {text} is no time limit; write minutes (90), minutes:seconds, hours:minutes:seconds or "
+            "days-hours:minutes:seconds"
+        )
+    return limit
+
+
 def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:
     from hpc_train.config import load_config
     from hpc_train.launch.driver import RunRequest, drive
@@ -60,5 +73,6 @@ def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:
         ranks=options.ranks,
         ranks_per_node=options.ranks_per_node,
         mpi=options.mpi,
+        time_limit_s=_time_limit(options.time),
     )
     return drive(request, env, found)

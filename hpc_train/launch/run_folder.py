@@ -19,17 +19,14 @@ from typing import Any
 
 from hpc_train.errors import ConfigError
 from hpc_train.log import FAILURE_FILE, timestamp
+from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, LOGS_FOLDER, OUTCOME_FILE, read_json
 
 # Told to the ranks: where the run is, and that a driver started them, for the how-manieth time.
 RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 
 OWNER_FILE = "owner.json"
-OUTCOME_FILE = "outcome.json"
 ATTEMPTS_FILE = "attempts.jsonl"
-CONFIG_FILE = "config.yaml"
-PLAN_FILE = "plan.json"
-RANKS_FILE = "ranks.tsv"
 SUBMIT_FILE = "submit.sh"
 REQUEST_FILE = "plan.request.json"
 
@@ -68,8 +65,9 @@ class Claim:
         for name in (FAILURE_FILE, OUTCOME_FILE):
             if (self.run_dir / name).exists():
                 os.replace(self.run_dir / name, self.run_dir / f"{Path(name).stem}-{attempt - 1}.json")
+        record = {"attempt": attempt, **asdict(self.owner), "saved_step": newest_saved_step(self.run_dir)}
         with (self.run_dir / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"attempt": attempt, **asdict(self.owner)}) + "\n")
+            file.write(json.dumps(record) + "\n")
         return attempt
 
     def release(self) -> None:
@@ -129,7 +127,7 @@ def claim(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]
 def make_folder(run_dir: Path) -> None:
     """The folder with its logs folder; both may be there already."""
     try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise ConfigError(f"the run folder {run_dir} cannot be made: {problem.strerror}") from problem
     if not os.access(run_dir, os.W_OK):
@@ -147,7 +145,7 @@ def new_folder(parent: Path, name: str) -> Path:
             continue
         except OSError as problem:
             raise ConfigError(f"the run folder {folder} cannot be made: {problem.strerror}") from problem
-        (folder / "logs").mkdir()
+        (folder / LOGS_FOLDER).mkdir()
         return folder
     raise ConfigError(f"{parent} has a thousand folders named {name}; remove some")
 
@@ -157,30 +155,6 @@ def time_name() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old content or the new, whole."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file, or None where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     """One record for each start of this run, oldest first."""
     try:
@@ -188,6 +162,31 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def newest_saved_step(run_dir: Path) -> int | None:
+    """The highest step with a checkpoint that was committed, sound or not; None if there is none."""
+    folders = (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
+    steps = [int(path.name.removeprefix("step_")) for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return max(steps, default=None)
+
+
+def num_stalled(run_dir: Path, job_id: str | None) -> int:
+    """How many starts of a job, the newest ones in a row, found the checkpoint that is the newest one still.
+
+    Only the first start of each of the job's restarts counts: those that a user made inside a job do not.
+    """
+    saved = newest_saved_step(run_dir)
+    starts: dict[int, dict[str, Any]] = {}
+    for attempt in read_attempts(run_dir):
+        if attempt.get("job_id") == job_id:
+            starts.setdefault(int(attempt.get("job_restarts", 0)), attempt)
+    count = 0
+    for restart in sorted(starts, reverse=True):
+        if starts[restart].get("saved_step") != saved:
+            break
+        count += 1
+    return count
 
 
 def _link_owner(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Owner | None:
@@ -258,9 +257,3 @@ def _link(source: Path, target: Path) -> bool:
 
 def _digest(owner: Owner) -> str:
     return hashlib.sha256(json.dumps(asdict(owner), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

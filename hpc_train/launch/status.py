@@ -12,7 +12,8 @@ from typing import Any
 from hpc_train.errors import LaunchError
 from hpc_train.launch.find_run import Run, all_runs, find_run
 from hpc_train.launch.queue import QueuedJob, has_slurm, list_jobs, past_state
-from hpc_train.launch.run_folder import OUTCOME_FILE, read_attempts, read_json
+from hpc_train.launch.run_folder import read_attempts
+from hpc_train.plan.run_files import METRICS_FILE, OUTCOME_FILE, read_json
 
 _TAIL_BYTES = 16384
 _COLUMNS = ("RUN", "JOB", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "NOTE")
@@ -56,7 +57,7 @@ def status_command(options: Namespace) -> int:
 def status_of(run: Run, queue: dict[str, QueuedJob] | None, *, ask_accounts: bool) -> RunStatus:
     """Put folder and queue together. queue None: Slurm cannot be asked."""
     outcome = read_json(run.folder / OUTCOME_FILE) or {}
-    metrics = last_metrics(run.folder / "metrics.jsonl")
+    metrics = last_metrics(run.folder / METRICS_FILE)
     state, note = _state(run, queue, outcome, ask_accounts)
     is_over = state not in ("running", "pending")
     return RunStatus(

@@ -13,8 +13,7 @@ from typing import Any
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.cost import flops_per_token
-
-METRICS_FILE = "metrics.jsonl"
+from hpc_train.plan.run_files import METRICS_FILE
 
 
 @dataclass(frozen=True)

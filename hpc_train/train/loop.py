@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from hpc_train.data.loader import Batch, Loader, Step
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 from hpc_train.plan.cost import mfu
+from hpc_train.plan.run_files import CHECKPOINTS_FOLDER
 from hpc_train.train.metrics import Metrics, rate
 from hpc_train.train.optimizer import learning_rate
 from hpc_train.train.state import plain_values, state_pieces
 from hpc_train.train.step import StepResult, Trainer
+from hpc_train.train.stop import StopMark, describe_reasons
 
 
 @dataclass
@@ -37,23 +39,37 @@ class Run:
     peak_flops: float
     step: int = 0
     skipped_steps: int = 0
+    stop: StopMark = field(default_factory=StopMark)
 
 
-def train(run: Run) -> None:
+@dataclass(frozen=True)
+class Stopped:
+    """The run stopped before its last step. is_saved: false if the save failed and checkpoint.on_error=continue."""
+
+    step: int
+    reason: str
+    is_saved: bool
+
+
+def train(run: Run) -> Stopped | None:
     """Take the steps that are left. Collective over all ranks.
+
+    Returns:
+        None if it took all of them.
 
     Raises:
         HpcTrainError: too many steps in a row without finite numbers; a failed save, unless
             checkpoint.on_error=continue.
     """
-    config = run.config
+    config, first_step = run.config, run.step + 1
     skipped_in_a_row = 0
     with _collection_at_fixed_steps():
         while run.step < config.train.steps:
             begin = time.perf_counter()
             run.step += 1
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
-            result = run.trainer.step(_micro_batches(run, run.loader.next_step(run.step)), lr)
+            result = run.trainer.step(_micro_batches(run, run.loader.next_step(run.step)), lr, run.stop.wanted)
+            stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             run.skipped_steps += result.skipped
@@ -63,10 +79,29 @@ def train(run: Run) -> None:
                 run.metrics.write(record)
             if skipped_in_a_row >= config.train.max_skipped_steps:
                 raise HpcTrainError(_no_finite_steps(run, skipped_in_a_row))
-            if _is_due(run.step, config.checkpoint.every, config.train.steps if config.checkpoint.at_end else 0):
-                save(run)
+            run.stop.completed_step(time.perf_counter() - begin)
+            last_step = config.train.steps if config.checkpoint.at_end else 0
+            if stopping or _is_due(run.step, config.checkpoint.every, last_step):
+                is_saved = save(run)
+            if stopping:
+                return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
+            if run.step == first_step:
+                _check_handlers(run)
             if run.step % config.train.gc_every == 0:
                 gc.collect()
+    return None
+
+
+def _check_handlers(run: Run) -> None:
+    """Say on which ranks a library has taken a signal that should stop the run. Collective over all ranks."""
+    replaced = run.world.control.all_gather(run.stop.replaced())
+    names = sorted({name for of_rank in replaced for name in of_rank})
+    if names and run.world.rank == 0:
+        count = sum(1 for of_rank in replaced if of_rank)
+        warn(
+            f"{' and '.join(names)} is handled by another library on {count} ranks, so it will not stop the run with "
+            "a save. Choose another one by launch.stop_signal"
+        )
 
 
 def evaluate(run: Run) -> float:
@@ -93,13 +128,17 @@ def restore(run: Run, loaded: Loaded) -> None:
             warn(f"the blend changed (data.allow_changed_blend=true): {change}")
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint of the step just completed. Collective over all ranks."""
+def save(run: Run) -> bool:
+    """Save a checkpoint of the step just completed, true if that went well. Collective over all ranks.
+
+    Raises:
+        CheckpointError: it did not, unless checkpoint.on_error=continue.
+    """
     begin = time.perf_counter()
     values = plain_values(run.trainer, run.loader.state(), run.skipped_steps)
     try:
         path = save_checkpoint(
-            run.run_dir / "checkpoints",
+            run.run_dir / CHECKPOINTS_FOLDER,
             run.step,
             state_pieces(run.trainer),
             values,
@@ -111,9 +150,14 @@ def save(run: Run) -> None:
             raise
         if run.world.rank == 0:
             warn(f"step {run.step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
-        return
+        return False
+    seconds = time.perf_counter() - begin
+    too_short = run.stop.completed_save(seconds)
     if run.world.rank == 0:
-        say(f"saved {path.name} in {time.perf_counter() - begin:.2f} s")
+        say(f"saved {path.name} in {seconds:.2f} s")
+        if too_short is not None:
+            warn(too_short)
+    return True
 
 
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:

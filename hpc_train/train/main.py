@@ -5,7 +5,7 @@
 3. build model, parameters, optimizer and loader
 4. resume from the newest sound checkpoint
 5. train
-6. leave together
+6. leave together, after all steps or, when told to stop or short of time, after a save
 """
 
 from __future__ import annotations
@@ -23,21 +23,34 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpc_train import log
 from hpc_train.cluster.agent_address import ask_agent, read_job_key
-from hpc_train.cluster.environment import RENDEZVOUS_VARIABLE, process_env
+from hpc_train.cluster.environment import (
+    END_TIME_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    STOP_SIGNAL_VARIABLE,
+    process_env,
+)
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.stack_dump import answer_stack_requests
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
+from hpc_train.plan.run_files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    OUTCOME_FILE,
+    PLAN_FILE,
+    rank_log,
+    write_atomically,
+)
+from hpc_train.train.stop import StopMark
 
 if TYPE_CHECKING:
     from hpc_train.comm.bootstrap import Rendezvous
     from hpc_train.comm.world import World
     from hpc_train.config import Config
+    from hpc_train.train.loop import Stopped
 
-PLAN_FILE = "plan.json"
-CONFIG_FILE = "config.yaml"
 _PATIENCE_S = 20.0
 """How long a network file system may take to show the plan to another node (assumed; NFS caches up to 60 s of
 attributes, but the folder was not looked at before)."""
@@ -52,13 +65,16 @@ def run_rank(run_dir: Path) -> NoReturn:
     host = socket.gethostname()
     env = process_env()
     rank: int | None = None
+    # First of all: a job may be told to stop while its ranks still import.
+    stop = StopMark((signal.SIGTERM, signal.Signals[f"SIG{env.get(STOP_SIGNAL_VARIABLE, 'USR2')}"]))
+    stop.install()
     try:
         hint = rank_hint(env, own_process())
         rank = hint.rank if hint else None
         if rank is not None:
             log.prefix_output(rank, host)
         answer_stack_requests(run_dir, rank, env.get("SLURMD_NODENAME") or host)
-        code = _run(run_dir)
+        code = _run(run_dir, stop)
     except BaseException as error:
         code = _leave_behind(error, run_dir, rank, host)
     sys.stdout.flush()
@@ -82,7 +98,7 @@ def _rank_of(error: BaseException, launcher_rank: int | None) -> int | None:
     return launcher_rank if planned is None else planned
 
 
-def _run(run_dir: Path) -> int:
+def _run(run_dir: Path, stop: StopMark) -> int:
     from hpc_train.comm.bootstrap import bootstrap
     from hpc_train.comm.mpi import finalize_mpi
 
@@ -95,7 +111,9 @@ def _run(run_dir: Path) -> int:
     try:
         from hpc_train.config import load_config
 
-        _train(run_dir, load_config(run_dir / CONFIG_FILE), world)
+        stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), world, stop)
+        if stopped is not None and world.rank == 0:
+            _write_outcome(run_dir, stopped)
         world.close()
         finalize_mpi()
     except BaseException as error:
@@ -127,27 +145,43 @@ def _greet_agent(world: World) -> None:
         ask_agent(job_key, os.getuid(), {"say": "hello", "rank": world.rank})
 
 
-def _train(run_dir: Path, config: Config, world: World) -> None:
+def _train(run_dir: Path, config: Config, world: World, stop: StopMark) -> Stopped | None:
     from hpc_train.checkpoint.load import load_newest
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
     from hpc_train.train.build import build_run
 
+    if config.observe.rank_logs:
+        log.copy_output(rank_log(run_dir, world.rank))
     report_environment(world)
     bind_rank(world, config.launch.bind, config.launch.num_threads)
     run = build_run(run_dir, config, world)
+    run.stop = stop
+    if world.rank == 0:
+        end_time = process_env().get(END_TIME_VARIABLE)
+        stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s)
     _check_space(run_dir, run.trainer, world)
     if config.checkpoint.resume:
-        loaded = load_newest(run_dir / "checkpoints", loop.state_pieces(run.trainer), world)
+        loaded = load_newest(run_dir / CHECKPOINTS_FOLDER, loop.state_pieces(run.trainer), world)
         if loaded is not None:
             loop.restore(run, loaded)
     if run.metrics is not None:
         run.metrics.forget_after(run.step)
     if world.rank == 0:
         log.say(f"starting at step {run.step + 1} of {config.train.steps}")
-    loop.train(run)
+    stopped = loop.train(run)
     if run.metrics is not None:
         run.metrics.close()
+    return stopped
+
+
+def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
+    """Why the run stops although its ranks end well; the driver reads it."""
+    saved = "saved" if stopped.is_saved else "not saved, so that the last complete checkpoint stands"
+    reason = f"stopped after step {stopped.step}, which is {saved}: {stopped.reason}"
+    log.say(reason)
+    record = {"outcome": "interrupted", "exit_code": int(ExitCode.REQUEUE), "reason": reason}
+    write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def _check_space(run_dir: Path, trainer: object, world: World) -> None:

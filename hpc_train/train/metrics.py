@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.log import say
-
-METRICS_FILE = "metrics.jsonl"
+from hpc_train.plan.run_files import METRICS_FILE
 
 
 def rate(amount: float, seconds: float | None) -> float | None:

@@ -2,14 +2,14 @@
 
 1. forward and backward of this rank's micro-batches, gradients added in fp32
 2. reduce-scatter of the gradients
-3. one sum over ranks of (loss, supervised tokens, squared norm): from here all ranks know the same numbers
+3. one sum over ranks of (loss, supervised tokens, squared norm, wishes to stop): from here all ranks know the same
 4. if they are finite: scale by tokens and clip, update, all-gather of the parameters; else skip, on all alike
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,21 @@ _NORM_PIECE = 1 << 14
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step over all ranks. loss: nats per supervised token; grad_norm: of the mean gradient."""
+    """Figures of one step over all ranks. loss: nats per supervised token; grad_norm: of the mean gradient.
+
+    stop_wanted: some rank wants the run to stop after this step.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
     num_supervised: int
     skipped: bool
+    stop_wanted: bool = False
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass
@@ -48,14 +56,14 @@ class Trainer:
     clip_grad_norm: float | None
     device: torch.device
 
-    def step(self, micro_batches: Iterable[Batch], lr: float) -> StepResult:
-        """Collective over the data-parallel group."""
+    def step(self, micro_batches: Iterable[Batch], lr: float, stop_wanted: Callable[[], bool] = _never) -> StepResult:
+        """Collective over the data-parallel group. stop_wanted is asked once, late in the step."""
         self.parameters.zero_gradients()
         loss_sum, num_tokens, num_supervised = self._accumulate(micro_batches)
         shard = self.parameters.reduce_gradients()
         square = _sum_of_squares(shard)
-        loss_sum, tokens, supervised, square = all_reduce_sum(
-            [loss_sum, num_tokens, num_supervised, square], self.parameters.group, self.device
+        loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
+            [loss_sum, num_tokens, num_supervised, square, int(stop_wanted())], self.parameters.group, self.device
         )
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
         grad_norm = math.sqrt(square) / supervised if supervised else 0.0
@@ -64,7 +72,7 @@ class Trainer:
             self.optimizer.step(lr)
             self.parameters.publish_parameters()
         loss = loss_sum / supervised if supervised else 0.0
-        return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped)
+        return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

@@ -94,10 +94,18 @@ def test_it_ends_when_told_to(agent: RunningAgent) -> None:
     assert agent.ask({"say": "status"}) is None
 
 
-def test_it_ends_on_term(agent: RunningAgent) -> None:
-    agent.process.send_signal(signal.SIGTERM)
+def test_it_ends_on_int(agent: RunningAgent) -> None:
+    agent.process.send_signal(signal.SIGINT)
     assert agent.process.wait(timeout=5) == 0
-    assert "ends: SIGTERM" in agent.log.read_text()
+    assert "ends: SIGINT" in agent.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_what_asks_the_ranks_to_save_and_end_does_not_end_it(agent: RunningAgent, number: signal.Signals) -> None:
+    """FC-31: Slurm's signals come to every process of a job, the helpers of ranks included."""
+    agent.process.send_signal(number)
+    wait_until(lambda: f"got {number.name} and goes on" in agent.log.read_text())
+    assert agent.ask({"say": "status"}) is not None
 
 
 def test_it_ends_when_the_driver_closes_its_end(agent: RunningAgent) -> None:

@@ -25,7 +25,7 @@ def test_without_a_record_the_launcher_s_code_decides(tmp_path: Path, code: int,
 
 def test_a_run_that_was_told_to_stop_did_not_fail_although_its_ranks_were_killed(tmp_path: Path) -> None:
     failure(tmp_path, exit_code=143, message="bash was ended by SIGTERM")
-    decided = decide_outcome(tmp_path, RanksEnd(143, "the driver got SIGTERM", by_signal=True), any_code=True)
+    decided = decide_outcome(tmp_path, RanksEnd(143, forced="the driver got SIGTERM"), any_code=True)
     assert (decided.outcome, decided.exit_code) == ("stopped", 1)
 
 

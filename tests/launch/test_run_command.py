@@ -88,8 +88,18 @@ def slurm_fakes(tmp_path: Path) -> FakeCommands:
     fakes = FakeCommands(tmp_path / "bin")
     fakes.add("srun", "MPI plugin types are...\n\tpmix\n\tpmi2\n\tnone\n")
     fakes.add("scontrol", "MpiDefault              = pmix\n")
-    fakes.add("squeue", "")
+    fakes.add("squeue", "7|RUNNING|little|1:00|1:00:00|n[1-2]\n")
     return fakes
+
+
+def test_variables_of_a_job_that_has_ended_are_refused_in_words(tmp_path: Path, slurm_fakes: FakeCommands) -> None:
+    """FC-24: a terminal multiplexer once started inside a job still has its variables."""
+    slurm_fakes.add("squeue", "")
+    done = run(write_config(tmp_path), **{**BATCH, "PATH": slurm_fakes.path})
+    assert done.returncode == 3
+    assert "SLURM_JOB_ID=7 is set, but Slurm has no such job any more" in done.stderr
+    assert not slurm_fakes.calls("srun")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_in_a_batch_script_run_plans_and_calls_srun(tmp_path: Path, slurm_fakes: FakeCommands) -> None:

@@ -141,12 +141,3 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         run_folder.make_folder(tmp_path / "file" / "run")
-
-
-def test_a_written_file_is_whole_or_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    run_folder.write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        run_folder.write_atomically(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["plan.json"]
