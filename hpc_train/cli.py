@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.verbatim = verbatim
-    if verbatim is not None and options.command not in ("submit", "exec"):
+    if verbatim is not None and options.command not in ("submit", "exec", "shell"):
         parser.error(f"nothing may follow `--` after {options.command}")
     try:
         return int(_COMMANDS[options.command](options))
@@ -151,6 +151,12 @@ def _cancel(options: argparse.Namespace) -> int:
     return cancel_command(options)
 
 
+def _shell(options: argparse.Namespace) -> int:
+    from hpc_train.launch.shell import shell_command
+
+    shell_command(options)
+
+
 def _stacks(options: argparse.Namespace) -> int:
     from hpc_train.health.stacks_command import stacks_command
 
@@ -171,6 +177,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "status": _status,
     "logs": _logs,
     "cancel": _cancel,
+    "shell": _shell,
     "stacks": _stacks,
     "report": _report,
 }

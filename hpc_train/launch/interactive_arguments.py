@@ -5,6 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpc_train.launch.slurm_flags import add_slurm_flags
+
+_SHELL_EXAMPLES = """\
+examples:
+  hpc-train shell -N 2 --ntasks-per-node=8 -t 1:00:00 -p debug
+  hpc-train shell config.yaml -N 2                    loads launch.modules of the configuration as well
+  hpc-train shell -n 4 --command 'hpc-train run config.yaml'
+  echo 'hpc-train run config.yaml' | hpc-train shell -n 4
+  hpc-train shell -N 2 -- --quiet --immediate=60      whatever follows `--` goes to salloc as it is
+
+In the shell, `hpc-train run CONFIG` starts ranks on what was granted, again and again. Each run gets a folder of its
+own, and `--run-dir DIR` goes on with an earlier one. -q is --qos; salloc's own --quiet has no short form here.
+"""
+
 _STACKS_EXAMPLES = """\
 examples:
   hpc-train stacks 123                      who does not answer, and what the others wait for
@@ -18,7 +32,32 @@ of its process and, where py-spy is installed, looked at from outside.
 
 def add_interactive_parsers(commands: Any) -> None:
     """Add the commands for people at a terminal."""
+    _add_shell(commands)
     _add_stacks(commands)
+
+
+def _add_shell(commands: Any) -> None:
+    parser = commands.add_parser(
+        "shell",
+        help="salloc with the environment ready",
+        description="Ask Slurm for nodes and start a shell there to run, look, mend and run again.",
+        epilog=_SHELL_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "overrides",
+        metavar="CONFIG [key=value]",
+        nargs="*",
+        help="check this configuration and load its launch.modules",
+    )
+    parser.add_argument(
+        "--command",
+        dest="shell_command",
+        metavar="COMMAND",
+        help="run this line of bash instead of a shell, and end with its exit code",
+    )
+    add_slurm_flags(parser, tool="salloc", without=("array", "requeue", "no-requeue"))
 
 
 def _add_stacks(commands: Any) -> None:

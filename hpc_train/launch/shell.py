@@ -1,0 +1,62 @@
+"""`hpc-train shell`: salloc with everything ready to type `hpc-train run`, or to run a script's lines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import NoReturn
+
+from hpc_train.cluster.environment import process_env, salloc_defaults, scrubbed_for_submission
+from hpc_train.errors import LaunchError
+from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.slurm_flags import given_flags
+
+
+def shell_command(options: Namespace) -> NoReturn:
+    """Carry out `shell`: this process becomes salloc, whose exit code is that of the shell in it.
+
+    Raises:
+        ConfigError: the configuration does not load.
+        LaunchError: there is no salloc, or this is inside an allocation.
+    """
+    env = process_env()
+    refuse_inside_a_job(env)
+    salloc = shutil.which("salloc", path=env.get("PATH"))
+    if salloc is None:
+        raise LaunchError(
+            "salloc is not on PATH: this machine is no login node of a Slurm cluster, or its module is not loaded. On "
+            "a machine without Slurm type `hpc-train run CONFIG -n RANKS`"
+        )
+    modules: tuple[str, ...] = ()
+    if options.overrides:
+        from hpc_train.config import load_config
+
+        modules = load_config(options.overrides[0], options.overrides[1:]).launch.modules
+    argv = salloc_argv({**salloc_defaults(env), **given_flags(options)}, options.verbatim or [])
+    argv += start_argv(modules, options.shell_command)
+    sys.stdout.flush()
+    os.execve(salloc, argv, scrubbed_for_submission(env))
+
+
+def refuse_inside_a_job(env: Mapping[str, str]) -> None:
+    """An allocation within an allocation is hardly meant; a job that has ended leaves only its variables behind."""
+    job_id = env.get("SLURM_JOB_ID")
+    if job_id and job_is_live(job_id) is not False:
+        raise LaunchError(
+            f"this is inside job {job_id} already: type `hpc-train run CONFIG` here, as often as you like. For other "
+            "nodes leave this job first (`exit`)"
+        )
+
+
+def salloc_argv(flags: Mapping[str, str], verbatim: list[str]) -> list[str]:
+    """salloc with its flags, before the command that it is to start."""
+    ours = [f"--{long}={value}" if value else f"--{long}" for long, value in flags.items()]
+    return ["salloc", *ours, *verbatim]
+
+
+def start_argv(modules: tuple[str, ...], command: str | None) -> list[str]:
+    argv = [sys.executable, "-m", "hpc_train.launch.shell_start", *(f"--module={name}" for name in modules)]
+    return argv if command is None else [*argv, f"--command={command}"]
