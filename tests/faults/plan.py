@@ -1,4 +1,4 @@
-"""Faults that a test plans and a rank then really suffers: an exception, SIGKILL, SIGSTOP or a hang, at a step."""
+"""Faults that a test plans and ranks then really suffer: an exception, SIGKILL, SIGSTOP, a hang; slow steps."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class FaultPlan:
     def stop(self, *, rank: int, step: int) -> FaultPlan:
         """SIGSTOP: the process is there, and does nothing until it gets SIGCONT."""
         return FaultPlan((*self.faults, ("stop", rank, step)))
+
+    def slow(self, milliseconds: int) -> FaultPlan:
+        """Every rank sleeps so long before each of its steps."""
+        return FaultPlan((*self.faults, ("slow", milliseconds, 0)))
 
     def environment(self) -> dict[str, str]:
         path = [str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")]

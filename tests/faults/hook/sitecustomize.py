@@ -35,7 +35,9 @@ def _hang(until):
 
 
 def _patch(loop):
-    faults = {(rank, step): kind for kind, rank, step in json.loads(os.environ["HPC_TRAIN_TEST_FAULTS"])}
+    planned = json.loads(os.environ["HPC_TRAIN_TEST_FAULTS"])
+    slow_s = sum(milliseconds for kind, milliseconds, _ in planned if kind == "slow") / 1000
+    faults = {(rank, step): kind for kind, rank, step in planned if kind != "slow"}
     micro_batches = loop._micro_batches
 
     def with_fault(run, step):
@@ -48,6 +50,8 @@ def _patch(loop):
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "hang":
             _hang(run.run_dir / "go_on")
+        if not step.heldout:
+            time.sleep(slow_s)
         return micro_batches(run, step)
 
     loop._micro_batches = with_fault

@@ -1,0 +1,154 @@
+"""Stopping a run on one machine, with a save: by a signal to the driver, or by a time limit without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import ExitCode
+from tests.faults.plan import FaultPlan
+from tests.ranks import mpi_environment
+from tests.train.runs import hpc_train, metrics, write_config, write_corpus
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+STEPS = 60
+SLOW = FaultPlan().slow(200)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path, steps=STEPS, eval_every=10)
+    return tmp_path
+
+
+def start(folder: Path, *words: str, run: str = "run", faults: FaultPlan = SLOW) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hpc_train", "run", str(folder / "config.yaml"), "-n", "2"]
+    with (folder / f"{run}.out").open("w") as out:
+        return subprocess.Popen(
+            [*command, "--run-dir", str(folder / run), *words],
+            env=mpi_environment(faults.environment()),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
+        if lines and json.loads(lines[-1])["step"] >= step:
+            return
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.05)
+
+
+def outcome(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "outcome.json").read_text())
+
+
+def finish(folder: Path, run: str, overrides: Sequence[str] = ()) -> None:
+    again = hpc_train(["run", folder / "config.yaml", "-n", 2, "--run-dir", folder / run, *overrides])
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """The metrics of a run that nobody stops."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_corpus(folder / "corpus")
+    write_config(folder, steps=STEPS, eval_every=10)
+    finish(folder, "run")
+    return metrics(folder / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_the_driver_saves_the_step_ends_with_10_and_the_run_goes_on_bit_for_bit(
+    folder: Path, alone: list[dict[str, object]], number: signal.Signals
+) -> None:
+    process = start(folder)
+    wait_for_step(folder / "run", 5, process)
+    process.send_signal(number)
+    assert process.wait(60) == ExitCode.REQUEUE, (folder / "run.out").read_text()
+    record = outcome(folder / "run")
+    taken = metrics(folder / "run")[-1]["step"]
+    assert 5 <= taken < STEPS
+    assert (record["outcome"], record["exit_code"]) == ("interrupted", 10)
+    assert record["reason"] == f"stopped after step {taken}, which is saved: SIGUSR2 on 2 of 2 ranks"
+    assert (folder / "run/checkpoints/latest").read_text() == f"step_{taken:07d}\n"
+    finish(folder, "run")
+    assert f"step_{taken:07d} at step {taken}" in (folder / "run/logs" / f"{os.uname().nodename}.log").read_text()
+    assert metrics(folder / "run") == alone
+    assert json.loads((folder / "run/outcome-1.json").read_text()) == record
+
+
+def test_a_time_limit_stops_the_run_in_good_time_without_a_signal(folder: Path, alone: list[dict[str, object]]) -> None:
+    begin = time.time()
+    process = start(folder, "--time", "0:30")
+    assert process.wait(120) == ExitCode.REQUEUE, (folder / "run.out").read_text()
+    assert time.time() < begin + 30 or metrics(folder / "run")[-1]["step"] == 1
+    assert str(outcome(folder / "run")["reason"]).endswith("which is saved: the time limit")
+    finish(folder, "run")
+    assert metrics(folder / "run") == alone
+
+
+def test_a_second_signal_or_ctrl_c_ends_the_run_at_once(folder: Path) -> None:
+    process = start(folder, faults=FaultPlan().hang(rank=1, step=4))
+    wait_for_step(folder / "run", 3, process)
+    process.terminate()
+    time.sleep(1.0)
+    assert process.poll() is None, "it waits for the step's end, which does not come"
+    process.terminate()
+    assert process.wait(30) == ExitCode.INTERNAL
+    assert outcome(folder / "run")["outcome"] == "stopped"
+    process = start(folder, run="other", faults=FaultPlan().hang(rank=1, step=4))
+    wait_for_step(folder / "other", 3, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == ExitCode.INTERNAL
+    assert outcome(folder / "other")["outcome"] == "stopped"
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system for the checkpoints, with a way to fill it up."""
+    path = folder / "run/checkpoints"
+    path.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_is_full_when_the_run_must_stop_loses_nothing_that_was_saved(
+    folder: Path, small_disk: Path
+) -> None:
+    """FC-64: the warning has come, the save fails: the last complete checkpoint stands, and the code says why."""
+    process = start(folder, "checkpoint.every=4", "checkpoint.keep=1")
+    wait_for_step(folder / "run", 4, process)
+    deadline = time.monotonic() + 60
+    while not (small_disk / "latest").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
+    process.terminate()
+    assert process.wait(60) == ExitCode.CHECKPOINT, (folder / "run.out").read_text()
+    complete = sorted(path.name for path in small_disk.glob("step_*"))
+    assert complete
+    assert (small_disk / "latest").read_text().strip() in complete
+    (small_disk / "other").unlink()
+    finish(folder, "run", ["train.steps=12"])
+    assert f"resumed from {small_disk}/step_" in (folder / "run/logs" / f"{os.uname().nodename}.log").read_text()
