@@ -1,0 +1,139 @@
+"""Interrupted jobs on a real Slurm cluster: each ends as one that was left alone, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.plan import FaultPlan
+from tests.train.requeued import Case, Centre, Interruption
+from tests.train.runs import hpc_train, metrics
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+STEPS = 40
+
+
+@pytest.fixture
+def centre(slurm: Any, tmp_path: Path) -> Centre:
+    return Centre(slurm, tmp_path)
+
+
+def _alone(centre: Centre) -> list[dict[str, object]]:
+    """The metrics of a run that nobody stops."""
+    words = ["run", str(centre.folder / "config.yaml"), "-n", "2", "--run-dir", str(centre.folder / "alone")]
+    done = hpc_train(words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(centre.folder / "alone")
+
+
+def _check(case: Case, alone: list[dict[str, object]], *, attempts: int | None = None) -> None:
+    """It was interrupted, each start began with what the one before had saved, and it ended as if left alone."""
+    starts = case.attempts()
+    assert len(starts) >= 2 if attempts is None else len(starts) == attempts, case.log()
+    assert [start["job_restarts"] for start in starts] == list(range(len(starts))), case.log()
+    for number, start in enumerate(starts[1:], start=1):
+        earlier = json.loads((case.folder / f"outcome-{number}.json").read_text())
+        assert (earlier["outcome"], earlier["exit_code"]) == ("interrupted", 10), case.log()
+        assert f"after step {start['saved_step']}, which is saved" in earlier["reason"], case.log()
+    assert case.outcome()["exit_code"] == 0, case.log()
+    assert metrics(case.folder) == alone, case.log()
+    job_log = (case.folder / "logs/job.log").read_text()
+    for number in range(1, len(starts) + 1):
+        assert f"==== attempt {number}, job {case.job}" in job_log
+
+
+def test_usr2_requeues_a_job_or_one_task_of_an_array_which_goes_on_bit_for_bit(centre: Centre) -> None:
+    """FC-27, FC-36, FC-37. USR2 comes to the steps, as from --signal=USR2@N, or to the shell, as from B:USR2@N.
+
+    One job gets it three times in a row. Beside them a job that never saves ends with code 12, and is not tried again.
+    """
+    centre.prepare(FaultPlan().slow(0), steps=STEPS, eval_every=10)
+    alone = _alone(centre)
+    centre.prepare(FaultPlan().slow(250), steps=STEPS, eval_every=10)
+    to_steps, to_shell = centre.scancel("--signal=USR2"), centre.scancel("--signal=USR2", "--batch")
+    thrice = Case(
+        "thrice", interruptions=[Interruption(3, to_steps), Interruption(9, to_shell), Interruption(15, to_steps)]
+    )
+    array = Case("array", array="1,2", interruptions=[Interruption(4, to_shell)])
+    submitit = Case("submitit", via="submitit", interruptions=[Interruption(4, to_shell)])
+    submitit_array = Case("both", via="submitit", array="0,3", interruptions=[Interruption(4, to_steps)])
+    stuck = Case("stuck", overrides=["launch.requeue=failed", "launch.max_stalled=2"])
+    for case in (thrice, array, submitit, submitit_array):
+        centre.submit(case)
+    centre.prepare(FaultPlan().kill(rank=1, step=2), steps=STEPS)
+    centre.submit(stuck)
+    centre.see_to_the_end([thrice, array, submitit, submitit_array, stuck], timeout_s=500)
+    _check(thrice, alone, attempts=4)
+    for case in (array, submitit, submitit_array):
+        _check(case, alone, attempts=2)
+    for case in (array, submitit_array):
+        other = Case("other", folder=case.others[0], job=case.others[0].name)
+        centre.see_to_the_end([other], timeout_s=100)
+        assert len(other.attempts()) == 1, "a task beside the one that was interrupted"
+        assert metrics(other.folder) == alone
+    assert (stuck.outcome()["outcome"], stuck.outcome()["exit_code"]) == ("no progress", 12), stuck.log()
+    assert len(stuck.attempts()) == 2
+    time.sleep(3.0)
+    assert centre.queue() == ""
+
+
+def _preempt(centre: Centre) -> Any:
+    """A job of a partition that goes before takes the whole node for a moment."""
+
+    def act(job: str) -> None:
+        node = centre.slurm.run(["squeue", "--noheader", "--format=%N", "--jobs", job]).stdout.strip()
+        words = ["sbatch", "-p", "main", "-w", node, "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
+        taken = centre.slurm.run(words)
+        assert taken.returncode == 0, taken.stderr
+
+    return act
+
+
+def _time_limit_and_preemption(centre: Centre, cases: list[Case]) -> None:
+    steps = 200
+    centre.prepare(FaultPlan().slow(0), steps=steps, eval_every=50)
+    alone = _alone(centre)
+    centre.prepare(FaultPlan().slow(300), steps=steps, eval_every=50)
+    for case in cases:
+        centre.submit(case)
+    centre.see_to_the_end(cases, timeout_s=540)
+    for case in cases:
+        _check(case, alone)
+        for other in case.others:
+            centre.see_to_the_end([Case("other", folder=other)], timeout_s=200)
+            assert metrics(other) == alone
+
+
+def _limited(name: str, **more: Any) -> Case:
+    # No signal is asked for: the run ends itself before its minute is over.
+    return Case(name, flags=["--time", "1"], **more)
+
+
+def _preempted(centre: Centre, name: str, **more: Any) -> Case:
+    return Case(name, flags=["-p", "low"], interruptions=[Interruption(30, _preempt(centre))], **more)
+
+
+def test_a_time_limit_and_a_preemption_do_the_same(centre: Centre) -> None:
+    cases = [
+        _limited("limited"),
+        _limited("limited-both", via="submitit", array="5"),
+        _preempted(centre, "preempted-array", array="7"),
+        _preempted(centre, "preempted-submitit", via="submitit"),
+    ]
+    _time_limit_and_preemption(centre, cases)
+
+
+@pytest.mark.long
+def test_the_mixtures_of_time_limit_preemption_way_and_array_that_are_left(centre: Centre) -> None:
+    cases = [
+        _limited("limited-array", array="5"),
+        _limited("limited-submitit", via="submitit"),
+        _preempted(centre, "preempted"),
+        _preempted(centre, "preempted-both", via="submitit", array="7"),
+    ]
+    _time_limit_and_preemption(centre, cases)
