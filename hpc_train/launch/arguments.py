@@ -15,6 +15,7 @@ examples:
   hpc-train run config.yaml train.steps=50 model.num_layers=8 --print-config
   hpc-train run config.yaml --run-dir runs/tiny/2026-11-29_22-10-03
                                                    goes on with an earlier run
+  hpc-train run config.yaml -n 4 --debug-rank 2    pdb on rank 2; the others wait for it
 """
 
 _SUBMIT_EXAMPLES = """\
@@ -22,6 +23,8 @@ examples:
   hpc-train submit config.yaml -N 4 --ntasks-per-node=8 -t 4:00:00
   hpc-train submit config.yaml -N 4 --gpus-per-node=8 --exclusive --dry-run
   hpc-train submit config.yaml -n 16 --chain 3     three jobs, one after another, in one run folder
+  hpc-train submit config.yaml -n 16 --via submitit
+                                                   submitit is in the job, around the same script
   hpc-train submit config.yaml -n 16 -- --nice=100 --hint=nomultithread
                                                    whatever follows `--` goes to sbatch as it is
 """
@@ -70,6 +73,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A number of 0 or more, for argparse."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
+
+
 def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ntasks", dest="ranks", type=positive, metavar="RANKS", help="number of ranks in all")
     parser.add_argument(
@@ -97,6 +107,9 @@ def _add_run(commands: Any) -> None:
         metavar="LIMIT",
         help="save and end before this time is over, written as for sbatch: 30, 1:30:00",
     )
+    parser.add_argument(
+        "--debug-rank", type=natural, metavar="N", help="a debugger on rank N, on this terminal; the others wait"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
 
 
@@ -114,6 +127,9 @@ def _add_submit(commands: Any) -> None:
     parser.add_argument("--parsable", action="store_true", help="print the job id alone")
     parser.add_argument("--follow", action="store_true", help="show the log until the run ends")
     parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, one after another")
+    parser.add_argument(
+        "--via", choices=("sbatch", "submitit"), default="sbatch", help="what submits (default: sbatch)"
+    )
     parser.add_argument("--mpi", metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)")
     add_slurm_flags(parser)
 

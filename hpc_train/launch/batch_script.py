@@ -75,6 +75,13 @@ def batch_script(values: BatchValues) -> str:
     return fill_template(read_template("submit.sh.in"), filled)
 
 
+def is_array(values: BatchValues) -> bool:
+    """Whether sbatch is asked for an array, by a flag or verbatim."""
+    return "array" in values.flags or any(
+        word in ("-a", "--array") or word.startswith(("--array=", "-a")) for word in values.verbatim
+    )
+
+
 def output_pattern(values: BatchValues) -> str:
     """Where Slurm puts what is printed before the run folder exists."""
     # Slurm replaces %x patterns in this path; %% is a percent sign.

@@ -83,6 +83,18 @@ def past_state(job_id: str) -> str | None:
     return text.splitlines()[0].strip() if text.strip() else None
 
 
+def job_id_in(answer: str) -> str:
+    """The job id in what `sbatch --parsable` printed: `4711`, or `4711;CLUSTER`.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    job_id = answer.strip().splitlines()[-1].partition(";")[0].strip() if answer.strip() else ""
+    if not job_id.isdecimal():
+        raise LaunchError(f"sbatch took the script but gave no job id; it said: {answer.strip()!r}")
+    return job_id
+
+
 def ask(
     argv: Sequence[str],
     *,

@@ -6,6 +6,7 @@ There are no abbreviations, which sbatch would guess. Whatever is not here goes 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -143,6 +144,22 @@ def check_signal(value: str | None, stop_signal: str) -> None:
             f"--signal={value} would end the ranks at once: they save and end on {stop_signal} (launch.stop_signal) "
             f"and on TERM. Write --signal={options and options + ':'}{stop_signal}@SECONDS"
         )
+
+
+def array_indexes(text: str) -> list[int]:
+    """The task indexes of an --array: `0-3`, `1,3,5-9:2`, with or without `%LIMIT`.
+
+    Raises:
+        ConfigError: it is not written so.
+    """
+    indexes: list[int] = []
+    for part in text.partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        step = int(match[3] or 1) if match else 0
+        if match is None or step == 0:
+            raise ConfigError(f"--array={text} is no list of indexes; write 0-3, 1,3,5 or 0-15:4")
+        indexes += range(int(match[1]), int(match[2] or match[1]) + 1, step)
+    return indexes
 
 
 def describe_flags(flags: Mapping[str, str]) -> str:

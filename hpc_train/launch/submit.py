@@ -15,14 +15,15 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpc_train import __version__, log
 from hpc_train.cluster.environment import process_env, scrubbed_for_submission, site_defaults
 from hpc_train.config import Config, dump_yaml, load_config
 from hpc_train.errors import ConfigError, LaunchError
-from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script
+from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script, is_array
 from hpc_train.launch.checks import check_before_start
-from hpc_train.launch.queue import ask, job_is_live
+from hpc_train.launch.queue import ask, job_id_in, job_is_live
 from hpc_train.launch.run_folder import (
     REQUEST_FILE,
     RUN_DIR_VARIABLE,
@@ -42,7 +43,7 @@ def submit_command(options: Namespace) -> int:
     values = batch_values(options, env)
     if options.chain < 1:
         raise ConfigError(f"--chain {options.chain} is no number of jobs of 1 or more")
-    if options.chain > 1 and _is_array(values):
+    if options.chain > 1 and is_array(values):
         raise ConfigError("--chain and --array exclude each other: a chain is one run, an array is several")
     if options.chain > 1 and "job-name" not in values.flags:
         # Jobs of one name wait for each other: a name that no other chain has.
@@ -50,17 +51,19 @@ def submit_command(options: Namespace) -> int:
     if options.chain > 1:
         values = replace(values, requeue="chain")
     if options.dry_run:
-        print(batch_script(values), end="")
+        print(_dry_run_text(options.via, values), end="")
         return 0
     _refuse_live_folder(values)
-    job_ids = [_submit(values, env)]
+    make_output_folder(values)
+    submit = _submitit().submit if options.via == "submitit" else submit_by_sbatch
+    job_ids = [submit(values, env)]
     folder = run_folder_of(values, job_ids[0])
     if folder is not None:
         place_folder(Path(folder), values)
     for _ in range(options.chain - 1):
         asked = values.flags.get("dependency")
         flags = {**values.flags, "dependency": f"{asked},singleton" if asked else "singleton"}
-        job_ids.append(_submit(replace(values, run_dir=folder, flags=flags), env))
+        job_ids.append(submit(replace(values, run_dir=folder, flags=flags), env))
     _announce(options, values, job_ids, folder)
     if options.follow:
         from hpc_train.launch.logs import follow_run
@@ -118,7 +121,7 @@ def run_folder_of(values: BatchValues, job_id: str) -> str | None:
     """Where a job's run lies; None for an array, each of whose tasks has a folder of its own."""
     if values.run_dir is not None:
         return values.run_dir
-    return None if _is_array(values) else f"{values.runs_dir}/{values.name}/{job_id}"
+    return None if is_array(values) else f"{values.runs_dir}/{values.name}/{job_id}"
 
 
 def place_folder(folder: Path, values: BatchValues) -> bool:
@@ -155,19 +158,33 @@ def _refuse_live_folder(values: BatchValues) -> None:
         )
 
 
-def _submit(values: BatchValues, env: Mapping[str, str]) -> str:
-    """Give the script to sbatch and return the job's id."""
+def make_output_folder(values: BatchValues) -> None:
+    """Slurm makes no folders for a job's output."""
     try:
-        # Slurm makes no folders for a job's output.
         Path(values.runs_dir, values.name).mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise ConfigError(f"the folder for runs {values.runs_dir} cannot be made: {problem.strerror}") from problem
+
+
+def _dry_run_text(via: str, values: BatchValues) -> str:
+    return _submitit().dry_run_text(values) if via == "submitit" else batch_script(values)
+
+
+def _submitit() -> Any:
+    """The module that imports submitit, which nothing else needs."""
+    try:
+        from hpc_train.launch import via_submitit
+    except ModuleNotFoundError as problem:
+        raise LaunchError(
+            f"--via submitit needs the Python package {problem.name}, which is not installed"
+        ) from problem
+    return via_submitit
+
+
+def submit_by_sbatch(values: BatchValues, env: Mapping[str, str]) -> str:
+    """Give the script to sbatch and return the job's id."""
     argv = ["sbatch", "--parsable", *values.verbatim]
-    answer = ask(argv, env=scrubbed_for_submission(env), text=batch_script(values), timeout_s=None).strip()
-    job_id = answer.splitlines()[-1].partition(";")[0].strip() if answer else ""
-    if not job_id.isdecimal():
-        raise LaunchError(f"sbatch took the script but gave no job id; it said: {answer!r}")
-    return job_id
+    return job_id_in(ask(argv, env=scrubbed_for_submission(env), text=batch_script(values), timeout_s=None))
 
 
 def _announce(options: Namespace, values: BatchValues, job_ids: list[str], folder: str | None) -> None:
@@ -178,9 +195,3 @@ def _announce(options: Namespace, values: BatchValues, job_ids: list[str], folde
     where = folder or f"{values.runs_dir}/{values.name}/{job_ids[0]}_TASK for each task"
     given = f" (from {RUN_DIR_VARIABLE})" if folder == values.run_dir and folder and not options.run_dir else ""
     log.say(f"submitted {jobs}, run folder {where}{given}")
-
-
-def _is_array(values: BatchValues) -> bool:
-    return "array" in values.flags or any(
-        word in ("-a", "--array") or word.startswith(("--array=", "-a")) for word in values.verbatim
-    )

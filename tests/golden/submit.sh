@@ -19,6 +19,7 @@ HPC_TRAIN_MAX_REQUEUES=100
 # Passes signals on to a program, and puts the job back into the queue by its exit code.
 hpc_train_pid=
 hpc_train_held=()
+declare -gA hpc_train_helper=()
 hpc_train_signals=0
 hpc_train_outcome=
 export -n HPC_TRAIN_REQUEUE_FILE
@@ -74,7 +75,7 @@ hpc_train_requeue() {
     trap '' TERM INT HUP
     if [ -z "$why" ]; then
         if [ -n "${HPC_TRAIN_REQUEUE_FILE:-}" ]; then
-            : >"$HPC_TRAIN_REQUEUE_FILE" || why="$HPC_TRAIN_REQUEUE_FILE cannot be made"
+            echo "${HPC_TRAIN_RUN_DIR:-}" >"$HPC_TRAIN_REQUEUE_FILE" || why="$HPC_TRAIN_REQUEUE_FILE cannot be made"
         else
             scontrol requeue "$id" || why="Slurm refused; --no-requeue forbids it, and so do some sites. $again"
         fi
@@ -101,16 +102,20 @@ hpc_train_why_not() {
         echo "scontrol is not on PATH, as in most containers. The exit code and outcome.json tell a script outside"
     elif ! state=$(hpc_train_state "$1"); then
         echo "squeue does not say whether it is being cancelled. $4"
-    elif [ "$state" != RUNNING ]; then
-        echo "Slurm itself is ending it (${state:-it has left the queue})"
+    else
+        case $state in
+            # At its time limit Slurm ends a job, and lets it go back all the same.
+            RUNNING* | *TimeLimit) ;;
+            *) echo "Slurm itself is ending it (${state:-it has left the queue})" ;;
+        esac
     fi
 }
 
-# RUNNING, or something else for a job that Slurm is about to end. The controller may be busy for a while.
+# RUNNING, or another state of a job that Slurm is about to end, and a reason. The controller may be busy for a while.
 hpc_train_state() {
-    squeue --noheader --jobs "$1" --format %T && return
+    squeue --noheader --jobs "$1" --format "%T %r" && return
     sleep "${HPC_TRAIN_PATIENCE_S:-10}"
-    squeue --noheader --jobs "$1" --format %T
+    squeue --noheader --jobs "$1" --format "%T %r"
 }
 
 hpc_train_pass_on() {
@@ -119,8 +124,13 @@ hpc_train_pass_on() {
         hpc_train_held+=("$1")
         return
     fi
-    # A program that was started just now is still a copy of this shell.
+    # Slurm may send one signal to this shell and to what started it, which sends it again.
+    if [ -n "${hpc_train_helper[$1]:-}" ] && kill -0 "${hpc_train_helper[$1]}" 2>/dev/null; then
+        return
+    fi
     (
+        trap '' TERM INT HUP USR1 USR2
+        # A program that was started just now is still a copy of this shell.
         sleep 0.2
         case $1 in
             TERM | HUP) ;;
@@ -128,6 +138,7 @@ hpc_train_pass_on() {
         esac
         kill -s "$1" "$hpc_train_pid"
     ) 2>/dev/null &
+    hpc_train_helper[$1]=$!
 }
 
 # Whether the program has a handler for a signal, or is gone.

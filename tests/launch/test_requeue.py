@@ -52,7 +52,7 @@ class BatchJob:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.fakes = FakeCommands(folder / "bin")
-        self.fakes.add("squeue", "RUNNING\n")
+        self.fakes.add("squeue", "RUNNING None\n")
         self.fakes.add("scontrol")
         self.driver = folder / "the driver"
         self.driver.write_text(DRIVER.format(python=sys.executable))
@@ -199,16 +199,22 @@ def test_a_task_of_an_array_requeues_itself_alone(job: BatchJob, env: dict[str, 
     """FC-37"""
     assert job.run(10, **env) == 10
     assert job.requeued == [["requeue", name]]
-    assert job.fakes.calls("squeue")[0]["argv"] == ["--noheader", "--jobs", name, "--format", "%T"]
+    assert job.fakes.calls("squeue")[0]["argv"] == ["--noheader", "--jobs", name, "--format", "%T %r"]
     assert f"job {name} goes back into the queue" in job.log(name)
 
 
-@pytest.mark.parametrize(("state", "words"), [("COMPLETING", "COMPLETING"), ("", "it has left the queue")])
+@pytest.mark.parametrize(("state", "words"), [("COMPLETING None", "COMPLETING None"), ("", "it has left the queue")])
 def test_a_job_that_slurm_ends_is_not_requeued_against_the_user_s_will(job: BatchJob, state: str, words: str) -> None:
     job.fakes.add("squeue", f"{state}\n")
     assert job.run(10) == 10
     assert job.requeued == []
     assert f"Slurm itself is ending it ({words})" in job.log()
+
+
+def test_a_job_at_its_time_limit_is_requeued_though_slurm_ends_it(job: BatchJob) -> None:
+    job.fakes.add("squeue", "COMPLETING TimeLimit\n")
+    assert job.run(10) == 10
+    assert job.requeued == [["requeue", "31"]]
 
 
 def test_a_queue_that_gives_no_answer_is_asked_again_and_then_the_job_is_left_alone(job: BatchJob) -> None:
