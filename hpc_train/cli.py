@@ -17,6 +17,7 @@ examples:
   hpc-train data build src/ --suffix .py --tokenizer byte --out data/code --heldout 0.02
   hpc-train run config.yaml -n 2                            on this machine, by mpirun
   hpc-train submit config.yaml -N 4 --ntasks-per-node=8 -p gpu -t 4:00:00
+  hpc-train doctor                                          what works here
   hpc-train status
   hpc-train logs 123 -f --rank 5
   hpc-train exec -n 4 -- python my_script.py                any program, with torchrun's variables
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.verbatim = verbatim
-    if verbatim is not None and options.command not in ("submit", "exec", "shell"):
+    if verbatim is not None and options.command not in ("submit", "exec", "doctor", "shell"):
         parser.error(f"nothing may follow `--` after {options.command}")
     try:
         return int(_COMMANDS[options.command](options))
@@ -79,6 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_data_parser(commands)
     add_launch_parsers(commands)
+    from hpc_train.health.doctor.arguments import add_doctor_parser
+
+    add_doctor_parser(commands)
     add_interactive_parsers(commands)
     report = commands.add_parser(
         "report",
@@ -116,6 +120,10 @@ def _run(options: argparse.Namespace) -> int:
 def _be_a_rank(run_dir: str) -> int:
     from pathlib import Path
 
+    from hpc_train.cluster.scratch import use_private_caches
+
+    if note := use_private_caches():
+        print(f"hpc-train: warning: {note}", file=sys.stderr)
     from hpc_train.train.main import run_rank
 
     return run_rank(Path(run_dir))
@@ -163,6 +171,12 @@ def _stacks(options: argparse.Namespace) -> int:
     return stacks_command(options)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from hpc_train.health.doctor.command import doctor_command
+
+    return doctor_command(options)
+
+
 def _report(options: argparse.Namespace) -> int:
     from hpc_train.observe.report import report_command
 
@@ -179,5 +193,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "cancel": _cancel,
     "shell": _shell,
     "stacks": _stacks,
+    "doctor": _doctor,
     "report": _report,
 }

@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_train.errors import LaunchError
 
+AMD_REFUSAL = "hpc_train runs on NVIDIA GPUs (CUDA) and on CPUs; AMD GPUs are out of its scope"
+_AMD_VENDOR = "0x1002"
+# cited: PCI code and ID assignment specification: display controller other than VGA, processing accelerator. AMD's
+# Instinct cards are one of the two; the graphics of a laptop or workstation is a VGA controller, and does not count.
+_ACCELERATOR_CLASSES = ("0x0380", "0x1200")
 _GRES_ENTRY = re.compile(r"(?:gres[:/])?gpu(?::([^:=,()]+?))?(?:[:=]([0-9]+))?(?:\([^)]*\))?")
 
 
@@ -84,6 +90,31 @@ def choose_device(
     return DeviceChoice(local_id, "all visible")
 
 
+def count_amd_gpus(sys_root: str | Path = "/sys") -> int:
+    """Count AMD's accelerators. Variables do not tell: Slurm sets ROCR_VISIBLE_DEVICES for every brand."""
+    folder = Path(sys_root) / "bus/pci/devices"
+    try:
+        devices = list(folder.iterdir())
+    except OSError:
+        return 0
+    found = [_read(device / "vendor") == _AMD_VENDOR and _read(device / "class") for device in devices]
+    return sum(kind.startswith(_ACCELERATOR_CLASSES) for kind in found if kind)
+
+
+def refuse_amd_only(num_nvidia: int, sys_root: str | Path = "/sys") -> None:
+    """Refuse a node whose only GPUs are AMD's, on which a run would silently take the CPU.
+
+    Raises:
+        LaunchError: It is such a node.
+    """
+    count = count_amd_gpus(sys_root)
+    if count and not num_nvidia:
+        raise LaunchError(
+            f"This node has {count} AMD GPUs and no NVIDIA ones, and {AMD_REFUSAL}. Choose nodes with NVIDIA GPUs "
+            "(`-C` or another partition), or nodes without GPUs for a run on the CPU."
+        )
+
+
 def parse_gres(text: str) -> dict[str, int]:
     """Count the GPUs of a GRES or TRES text by type; untyped ones under "".
 
@@ -105,6 +136,13 @@ def parse_gres(text: str) -> dict[str, int]:
 def gres_total(counts: Mapping[str, int]) -> int:
     """Total of parse_gres: the untyped entry if there is one (it repeats the typed ones), else their sum."""
     return counts[""] if "" in counts else sum(counts.values())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _kind(entry: str) -> str | None:

@@ -28,6 +28,7 @@ _MPICH_MARKS = (b"MPICH Version", b"MPICH Custom Information", b"MPICH %s", b"CR
 _INTEL_MARK = b"Intel(R) MPI Library"
 # cited: Open MPI's VERSION files: 4.1 is libmpi.so.40.30, 5.0 is libmpi.so.40.40.
 _OPEN_MPI_5_REVISION = 40
+SPOKEN = {"openmpi5": "Open MPI 5", "openmpi4": "Open MPI before 5", "mpich": "MPICH", "unknown": "of an unknown kind"}
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ def choose_mpi(
         "mpich": ("pmi2", "cray_shasta"),
     }[library]
     if site_default is not None and site_default.partition("_v")[0] in wanted:
-        return site_default, f"the site's default, which fits {_SPOKEN[library]}"
+        return site_default, f"the site's default, which fits {SPOKEN[library]}"
     for name in wanted:
         versions = [plugin for plugin in plugins if plugin == name or plugin.startswith(f"{name}_v")]
         if versions:
-            return versions[0], f"{_SPOKEN[library]} needs it"
+            return versions[0], f"{SPOKEN[library]} needs it"
     raise LaunchError(
-        f"{_SPOKEN[library]} needs one of {', '.join(wanted)}, but `srun --mpi=list` offers {offered}: every task "
+        f"{SPOKEN[library]} needs one of {', '.join(wanted)}, but `srun --mpi=list` offers {offered}: every task "
         "would be a world of its own. Load the site's own MPI module and set MPI4PY_LIBMPI to its libmpi.so, or "
         "ask the site for that plugin."
     )
@@ -134,7 +135,13 @@ def find_mpi_library(
     return MpiLibrary(kind, path, f"{path}, from {origin}")
 
 
-_SPOKEN = {"openmpi5": "Open MPI 5", "openmpi4": "Open MPI before 5", "mpich": "MPICH"}
+def file_has(path: Path, text: bytes) -> bool:
+    """Whether a library's file has this text somewhere; false where it cannot be read."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(text) >= 0
+    except (OSError, ValueError):
+        return False
 
 
 def _first_library(folders: Sequence[str]) -> Path | None:

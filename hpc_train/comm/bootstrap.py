@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_train import log
 from hpc_train.cluster import devices, network
+from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import ProcessFacts, own_process
 from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
-from hpc_train.comm.mpi import check_world, library_version, load_mpi
+from hpc_train.comm.mpi import check_pmi, check_world, library_version, load_mpi
 from hpc_train.comm.world import World
 from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
@@ -154,6 +155,7 @@ def _bootstrap_mpi(
 ) -> World:
     with _termination_deferred():
         hint = rank_hint(env, process)
+        check_pmi(env, hint)
         communicator = load_mpi()
         check_world(communicator.Get_rank(), communicator.Get_size(), hint, library_version())
         # Before the first MPI message on purpose. In Open MPI 5.0 a message that reaches a rank which has not quite
@@ -354,7 +356,10 @@ def _choose_device(
 ) -> torch.device:
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        devices.refuse_amd_only(len(read_machine().gpus))
         return torch.device("cpu")
     choice = devices.choose_device(env, local_rank, local_world_size, torch.cuda.device_count())
     if choice.warning and local_rank == 0:

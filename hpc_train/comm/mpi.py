@@ -6,13 +6,33 @@ there are tasks. So MPI's size and rank are compared with the launcher's before 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.mpi_match import offered_pmi, require_match
+from hpc_train.cluster.mpi_site import SPOKEN, find_mpi_library
 from hpc_train.cluster.situation import RankHint
 from hpc_train.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def check_pmi(env: Mapping[str, str], hint: RankHint | None) -> None:
+    """Before MPI is initialised, since some libraries end the process where they do not find their PMI.
+
+    Raises:
+        LaunchError: this library does not speak what srun offers. It is to be printed on rank 0, as in check_world.
+    """
+    offered = offered_pmi(env)
+    if hint is None or hint.source != "srun" or hint.size < 2 or offered is None:
+        return
+    try:
+        require_match(find_mpi_library(env), offered)
+    except LaunchError as error:
+        error.reporter = 0 if hint.rank == 0 else -1
+        raise
 
 
 def load_mpi() -> MPI.Comm:
@@ -25,11 +45,22 @@ def load_mpi() -> MPI.Comm:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise LaunchError(
-            f"MPI cannot be loaded: {error}. Load your site's MPI module and set MPI4PY_LIBMPI to its libmpi.so "
-            "(it must be of the brand and major version that srun's --mpi plugin serves), or install an MPI into "
-            "this environment with: pip install 'hpc_train[local]'"
+            f"MPI cannot be loaded: {error} ({_library_found()}). Load your site's MPI module and set MPI4PY_LIBMPI "
+            "to its libmpi.so (it must be of the brand and major version that srun's --mpi plugin serves), or install "
+            "an MPI into this environment with: pip install 'hpc_train[local]'"
         ) from error
     return MPI.COMM_WORLD
+
+
+def _library_found() -> str:
+    """Which file mpi4py took, or would have, and of which brand it is."""
+    try:
+        library = find_mpi_library(process_env())
+    except LaunchError as error:
+        return str(error)
+    if library.path is None:
+        return library.reason
+    return f"the library is {library.path.resolve()}, {SPOKEN.get(library.kind, 'of an unknown brand')}"
 
 
 def finalize_mpi() -> None:

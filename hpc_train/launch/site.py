@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import mpi_cpu_defaults, mpi_param_files
+from hpc_train.cluster.mpi_match import other_brand_module, require_match
 from hpc_train.cluster.mpi_site import (
     MpiLibrary,
     choose_mpi,
@@ -22,7 +23,7 @@ from hpc_train.cluster.mpi_site import (
 )
 from hpc_train.cluster.situation import Found, Situation
 from hpc_train.cluster.slurm import JobFacts
-from hpc_train.errors import LaunchError
+from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch.ranks import MpirunLauncher, SrunLauncher
 from hpc_train.launch.steps import cpus_per_task
 
@@ -45,14 +46,17 @@ def choose_launcher(
     *,
     mpi: str | None,
     wait_s: int = 60,
+    is_wrapped: bool = False,
 ) -> Site:
     """srun with a fitting --mpi inside a Slurm job, mpirun on a machine without one.
+
+    is_wrapped: ranks may see another MPI library than this process, as in a container; they check it themselves.
 
     Raises:
         LaunchError: there is no launcher, or none that fits the MPI library.
     """
     library = find_mpi_library(env)
-    defaults = _mpi_variables(env, library, on_cpu=_is_cpu_run(found, allocation))
+    defaults = mpi_variables(env, library, on_cpu=_is_cpu_run(found, allocation))
     if job is None:
         if mpi is not None:
             raise LaunchError(
@@ -61,13 +65,33 @@ def choose_launcher(
         path = find_mpirun(env, library)
         ranks = allocation.num_tasks
         cpus = len(os.sched_getaffinity(0))
-        more, options = _mpirun_needs(path, ranks, cpus)
+        more, options = mpirun_needs(path, ranks, cpus)
         reason = f"{path} with {library.reason}"
         return Site(MpirunLauncher(path, options), {**defaults, **more}, max(1, cpus // ranks), reason)
     plugin, why = _choose_plugin(library, mpi)
+    if not is_wrapped:
+        require_match(library, plugin)
     cpus = cpus_per_task(job, allocation)
     reason = f"srun --mpi={plugin} ({why}; MPI library: {library.reason})"
+    if doubt := other_brand_module(env, library):
+        reason += f". Warning: {doubt}"
     return Site(SrunLauncher(cpus, plugin, found.overlap, wait_s), defaults, cpus, reason)
+
+
+def with_options(launcher: SrunLauncher | MpirunLauncher, options: Sequence[str]) -> SrunLauncher | MpirunLauncher:
+    """The launcher with launch.srun_options.
+
+    Raises:
+        ConfigError: there are some, but no srun.
+    """
+    if not options:
+        return launcher
+    if isinstance(launcher, MpirunLauncher):
+        raise ConfigError(
+            f"launch.srun_options={list(options)} have no effect here: this is not inside a Slurm job, so mpirun "
+            "starts the ranks. Leave them out with `launch.srun_options=[]`"
+        )
+    return replace(launcher, options=tuple(options))
 
 
 def find_mpirun(env: Mapping[str, str], library: MpiLibrary) -> str:
@@ -111,7 +135,7 @@ def _output(argv: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def _mpi_variables(env: Mapping[str, str], library: MpiLibrary, *, on_cpu: bool) -> dict[str, str]:
+def mpi_variables(env: Mapping[str, str], library: MpiLibrary, *, on_cpu: bool) -> dict[str, str]:
     """What the MPI library of a wheel needs to be found, and fewer components to look for without a GPU."""
     variables: dict[str, str] = {}
     folder = library.path.parent if library.path is not None else None
@@ -122,11 +146,11 @@ def _mpi_variables(env: Mapping[str, str], library: MpiLibrary, *, on_cpu: bool)
         variables["MPI4PY_MPIABI"] = "mpich"
         variables["LD_LIBRARY_PATH"] = str(folder)
     if on_cpu and library.kind.startswith("openmpi") and folder is not None:
-        variables |= mpi_cpu_defaults(env, mpi_param_files(env, str(folder.parent)))
+        variables |= mpi_cpu_defaults(env, mpi_param_files(env, str(folder.parent)), kind=library.kind)
     return variables
 
 
-def _mpirun_needs(path: str, ranks: int, cpus: int) -> tuple[dict[str, str], tuple[str, ...]]:
+def mpirun_needs(path: str, ranks: int, cpus: int) -> tuple[dict[str, str], tuple[str, ...]]:
     """Variables and options for this mpirun; only Open MPI's needs any."""
     if "Open MPI" not in _output([path, "--version"]):
         return {}, ()

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hpc_train.cluster.devices import choose_device, gres_total, parse_gres, visible_devices
+from hpc_train.cluster.devices import (
+    choose_device,
+    count_amd_gpus,
+    gres_total,
+    parse_gres,
+    refuse_amd_only,
+    visible_devices,
+)
 from hpc_train.errors import LaunchError
 
 
@@ -110,3 +119,28 @@ def test_gres_texts_give_counts_by_type_and_one_total(text: str, counts: dict[st
     """FC-54"""
     assert parse_gres(text) == counts
     assert gres_total(parse_gres(text)) == total
+
+
+def make_pci_device(root: Path, address: str, vendor: str, kind: str) -> None:
+    folder = root / "bus/pci/devices" / address
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "class").write_text(f"{kind}\n")
+
+
+def test_amd_accelerators_without_nvidia_gpus_are_refused_with_words(tmp_path: Path) -> None:
+    make_pci_device(tmp_path, "0000:01:00.0", "0x1002", "0x038000")
+    make_pci_device(tmp_path, "0000:02:00.0", "0x1002", "0x120000")
+    make_pci_device(tmp_path, "0000:03:00.0", "0x8086", "0x038000")
+    assert count_amd_gpus(tmp_path) == 2
+    with pytest.raises(LaunchError, match=r"2 AMD GPUs and no NVIDIA ones.*out of its scope") as caught:
+        refuse_amd_only(0, tmp_path)
+    assert caught.value.exit_code == 3
+    refuse_amd_only(8, tmp_path)
+
+
+def test_the_graphics_of_a_laptop_is_no_accelerator(tmp_path: Path) -> None:
+    make_pci_device(tmp_path, "0000:01:00.0", "0x1002", "0x030000")
+    assert count_amd_gpus(tmp_path) == 0
+    refuse_amd_only(0, tmp_path)
+    assert count_amd_gpus(tmp_path / "nowhere") == 0

@@ -160,3 +160,13 @@ def test_torchruns_variables_become_a_world(source):
     worlds = [json.loads(process.communicate(timeout=90)[0]) for process in ranks]
     assert [world["rank"] for world in worlds] == [0, 1]
     assert all(world["sum"] == 1 and world["told"] == ["from", 1] for world in worlds)
+
+
+def test_a_rank_on_a_node_with_amd_gpus_only_is_refused_unless_it_asked_for_the_cpu(monkeypatch):
+    from hpc_train.comm import bootstrap as module
+
+    monkeypatch.setattr("hpc_train.cluster.devices.count_amd_gpus", lambda root: 4)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(LaunchError, match="4 AMD GPUs and no NVIDIA ones"):
+        module._choose_device({}, 0, 1, "auto")
+    assert module._choose_device({}, 0, 1, "cpu").type == "cpu"
