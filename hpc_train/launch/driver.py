@@ -39,6 +39,7 @@ from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
+from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
 from hpc_train.launch.queue import end_time_of, job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher
@@ -59,6 +60,7 @@ class RunRequest:
     ranks_per_node: int | None = None
     mpi: str | None = None
     time_limit_s: float | None = None
+    debug_rank: int | None = None
 
 
 def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
@@ -156,7 +158,8 @@ def _plan_and_prepare(
     text = record.banner(attempt, claim.owner.job_id)
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
     command = (sys.executable, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
-    return RanksToStart(run_dir, allocation, command, rank_env, site.launcher, stop_signal_of(config))
+    start = RanksToStart(run_dir, allocation, command, rank_env, site.launcher, stop_signal_of(config))
+    return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 
 
 def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
@@ -220,6 +223,7 @@ def make_plan(request: RunRequest, job: JobFacts | None, host: str) -> tuple[All
     allocation = find_allocation(request, job, host)
     plan = plan_run(request.config, allocation)
     check_before_start(request.config, plan.mesh)
+    check_debug_rank(request.debug_rank, plan.world_size)
     return allocation, plan
 
 

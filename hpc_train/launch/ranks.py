@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE
 from hpc_train.cluster.allocation import Allocation
@@ -24,6 +27,10 @@ from hpc_train.launch import children, steps
 from hpc_train.launch.follow import FileFollower, PipeCopier, rank_of_line, write_all
 from hpc_train.plan.run_files import LOGS_FOLDER, write_atomically
 
+if TYPE_CHECKING:
+    from hpc_train.launch.debug_terminal import DebugTerminal
+
+SignalHandler = Callable[[int, FrameType | None], None]
 HOST_FILE = "hosts.txt"
 _MOST_FOLLOWED_NODES = 64
 """Above this only rank 0's node is followed, even where all output is wanted (assumed: 1 ms a look and file)."""
@@ -52,7 +59,7 @@ class RanksToStart:
     """One attempt. `env` is the ranks' whole environment.
 
     stop_signal: what the ranks understand as "save and end"; None for programs of which that is not known.
-    show_all: copy every rank's lines to the driver's output, not rank 0's alone.
+    show_all: copy every rank's lines to the driver's output, not rank 0's alone. terminal: of a rank that is debugged.
     """
 
     run_dir: Path
@@ -62,6 +69,7 @@ class RanksToStart:
     launcher: SrunLauncher | MpirunLauncher
     stop_signal: int | None = None
     show_all: bool = False
+    terminal: DebugTerminal | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ def run_ranks(
     listener = threading.Thread(target=_pass_on_errors, args=(child, said), daemon=True)
     listener.start()
     stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun), start.stop_signal)
-    with children.signals_go_to(stopper.handle, start.stop_signal):
+    terminal = start.terminal or contextlib.nullcontext()
+    with children.signals_go_to(_after_terminal(start.terminal, stopper.handle), start.stop_signal), terminal:
         agents = _start_agents(start, say)
         copier = _copy_output(start, child)
         _watch_in_background(child, stopper, watch)
@@ -115,6 +124,18 @@ def run_ranks(
     if left:
         say(f"ended {left} processes that the ranks had left behind")
     return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, tuple(said))
+
+
+def _after_terminal(terminal: DebugTerminal | None, handle: SignalHandler) -> SignalHandler:
+    """Ctrl-C is for the rank that is debugged, as long as it has an effect there."""
+    if terminal is None:
+        return handle
+
+    def first_to_terminal(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or not terminal.interrupt():
+            handle(number, frame)
+
+    return first_to_terminal
 
 
 def _pass_on_errors(child: subprocess.Popen[bytes], said: deque[str]) -> None:

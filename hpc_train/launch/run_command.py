@@ -74,5 +74,6 @@ def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:
         ranks_per_node=options.ranks_per_node,
         mpi=options.mpi,
         time_limit_s=_time_limit(options.time),
+        debug_rank=options.debug_rank,
     )
     return drive(request, env, found)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hpc_train.comm.bootstrap import Rendezvous
     from hpc_train.comm.world import World
     from hpc_train.config import Config
+    from hpc_train.train.debugger import Debugger
     from hpc_train.train.loop import Stopped
 
 _PATIENCE_S = 20.0
@@ -101,6 +102,7 @@ def _rank_of(error: BaseException, launcher_rank: int | None) -> int | None:
 def _run(run_dir: Path, stop: StopMark) -> int:
     from hpc_train.comm.bootstrap import bootstrap
     from hpc_train.comm.mpi import finalize_mpi
+    from hpc_train.train.debugger import attach_debugger
 
     plan = Plan.from_json(_read(run_dir / PLAN_FILE))
     world = bootstrap("mpi", plan=plan, rendezvous=_rendezvous(process_env()))
@@ -111,7 +113,8 @@ def _run(run_dir: Path, stop: StopMark) -> int:
     try:
         from hpc_train.config import load_config
 
-        stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), world, stop)
+        with attach_debugger(process_env(), world.rank) as debugger:
+            stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), world, stop, debugger)
         if stopped is not None and world.rank == 0:
             _write_outcome(run_dir, stopped)
         world.close()
@@ -145,7 +148,7 @@ def _greet_agent(world: World) -> None:
         ask_agent(job_key, os.getuid(), {"say": "hello", "rank": world.rank})
 
 
-def _train(run_dir: Path, config: Config, world: World, stop: StopMark) -> Stopped | None:
+def _train(run_dir: Path, config: Config, world: World, stop: StopMark, debugger: Debugger) -> Stopped | None:
     from hpc_train.checkpoint.load import load_newest
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
@@ -169,6 +172,7 @@ def _train(run_dir: Path, config: Config, world: World, stop: StopMark) -> Stopp
         run.metrics.forget_after(run.step)
     if world.rank == 0:
         log.say(f"starting at step {run.step + 1} of {config.train.steps}")
+    debugger.stop_here()
     stopped = loop.train(run)
     if run.metrics is not None:
         run.metrics.close()

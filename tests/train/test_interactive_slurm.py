@@ -23,28 +23,47 @@ def _in_one_allocation(slurm: Any, folder: Path, lines: list[str]) -> Any:
     script.write_text("".join(f'{line}\necho "exit code $?"\n' for line in lines))
     command = f'cd "{folder}" && "{sys.executable}" -m hpc_train shell -N 2 --ntasks-per-node=2 <"{script}"'
     path = [str(Path(__file__).parents[1] / "faults/hook"), str(ROOT)]
-    return slurm.run(["bash", "-c", command], timeout=240, env={**ENV, "PYTHONPATH": os.pathsep.join(path)})
+    return slurm.run(["bash", "-c", command], timeout=280, env={**ENV, "PYTHONPATH": os.pathsep.join(path)})
 
 
-def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_has_its_own_folder(
+DEBUGGER = """\
+p ("rank", world.rank, "of", world.world_size)
+tbreak hpc_train.train.loop:{line}
+c
+p ("step", run.step)
+import time; time.sleep(5)
+"""
+"""The others wait for longer than launch.timeout_s; then the input ends, and the rank goes on without a debugger."""
+
+
+def _line_after_the_first_step() -> int:
+    lines = (ROOT / "hpc_train/train/loop.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "result = run.trainer.step(" in line) + 1
+
+
+def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_is_debugged_in_its_own_folder(
     slurm: Any, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path / "corpus")
     fault = FaultPlan().fail(rank=3, step=4).environment()[VARIABLE]
     write_config(tmp_path, launch={"env": {VARIABLE: fault}}).rename(tmp_path / "bad.yaml")
     write_config(tmp_path)
+    (tmp_path / "typed").write_text(DEBUGGER.format(line=_line_after_the_first_step()))
     done = _in_one_allocation(
         slurm,
         tmp_path,
         [
             "hpc-train run bad.yaml --run-dir first",
             "hpc-train run config.yaml --run-dir first",
-            "hpc-train run config.yaml",
+            "hpc-train run config.yaml launch.timeout_s=3 --debug-rank 2 <typed",
             "hpc-train run config.yaml train.stepz=3",
+            "hpc-train shell -N 1 </dev/null",
         ],
     )
     codes = [line for line in done.stdout.splitlines() if line.startswith("exit code")]
-    assert codes == ["exit code 1", "exit code 0", "exit code 0", "exit code 2"], done.stdout + done.stderr
+    assert codes == ["exit code 1", "exit code 0", "exit code 0", "exit code 2", "exit code 3"], (
+        done.stdout + done.stderr
+    )
     assert done.returncode == 0
     assert "planned fault on rank 3 at step 4" in done.stderr
     assert "4 ranks, " in done.stderr
@@ -52,3 +71,8 @@ def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_has_its_o
     assert json.loads((tmp_path / "first/outcome.json").read_text())["attempt"] == 2
     assert "resumed from" in done.stdout
     assert metrics(tmp_path / "first") == metrics(other)
+    assert "(rank 2) ('rank', 2, 'of', 4)\n" in done.stdout
+    assert "(rank 2) ('step', 1)\n" in done.stdout
+    assert "goes on without a debugger" in done.stdout
+    assert "--wait=0" in (other / "logs/job.log").read_text()
+    assert "type `hpc-train run CONFIG` here" in done.stderr
