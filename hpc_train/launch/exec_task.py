@@ -23,9 +23,9 @@ from typing import IO
 
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
-from hpc_train.cluster.scratch import cache_variables
 from hpc_train.cluster.network import advertised_address
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
+from hpc_train.cluster.scratch import cache_variables
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.slurm import read_step
 from hpc_train.errors import HpcTrainError, LaunchError
@@ -69,10 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     end_with_parent()
     env = process_env()
     run_dir = Path(env["HPC_TRAIN_RUN_DIR"])
-    host, slot = find_slot(env, own_process())
+    host = socket.gethostname()
     place: Place | None = None
     try:
+        host, slot = find_slot(env, own_process())
         place = find_place((run_dir / RANKS_FILE).read_text(encoding="utf-8"), host, slot)
+        log.prefix_output(place.rank, host)
         return _run_program(list(arguments), env, place)
     except Exception as error:
         return log.report_failure(error, run_dir=run_dir, rank=place.rank if place else None, host=host)

@@ -33,3 +33,18 @@ if os.environ["RANK"] == "1":
     sys.exit(7)
 time.sleep(600)
 """
+
+TRACEBACKS = """\
+import os, sys, time, traceback
+for number in range(50):
+    print("line", number, "x" * 5000)
+    try:
+        raise RuntimeError(f"boom {number} " + "of rank " * 9)
+    except RuntimeError:
+        traceback.print_exc()
+open(f"ready.{os.environ['RANK']}", "w").close()
+while len([name for name in os.listdir() if name.startswith("ready.")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.05)
+time.sleep(1 if os.environ["RANK"] == "5" else 5)
+raise RuntimeError("all ranks fail, and rank 5 is the first")
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -79,3 +80,27 @@ def test_inside_a_step_exec_refuses_to_start_once_more(slurm: Any) -> None:
     done = slurm.run(command, timeout=60, env=ENV)
     assert done.returncode == 3
     assert "without srun, mpirun or torchrun before it" in done.stderr
+
+
+def test_sixteen_ranks_that_print_tracebacks_at_once_lose_no_line_and_the_first_failure_is_named(slurm: Any) -> None:
+    """FC-99: a file a node, every line whole with time, host and rank."""
+    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=8"], sys.executable, "-u", "-c", programs.TRACEBACKS)
+    assert done.returncode == 1
+    assert json.loads(Path("run/failure.json").read_text())["rank"] == 5
+    assert "first failure: rank 5 on" in done.stderr
+    logs = sorted(path for path in Path("run/logs").iterdir() if not path.name.startswith(("agent-", "job")))
+    assert len(logs) == 2
+    whole = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (\S+) r(\d+) \| (.*)")
+    printed: dict[int, list[str]] = {rank: [] for rank in range(16)}
+    for path in logs:
+        for line in path.read_text().splitlines():
+            found = whole.fullmatch(line)
+            if found is None:
+                assert line.startswith(("slurmstepd-", "srun: ")), line  # Slurm's own words, whole as well
+                continue
+            assert found[1] == path.stem
+            printed[int(found[2])].append(found[3])
+    for lines in printed.values():
+        assert [line for line in lines if line.startswith("line ")] == [f"line {n} {'x' * 5000}" for n in range(50)]
+        assert sum(line.startswith("RuntimeError: boom") for line in lines) == 50
+        assert lines.count("Traceback (most recent call last):") >= 50
