@@ -309,12 +309,11 @@ def test_a_script_around_a_container_finds_a_lost_code_in_the_run_folder(
     assert len(job.requeued) == (code == 10)
 
 
-def test_functions_of_a_script_of_one_s_own_work_without_a_run_folder(job: BatchJob, tmp_path: Path) -> None:
-    functions = tmp_path / "requeue.sh"
-    functions.write_text(read_template("requeue.sh"))
+def test_a_script_of_one_s_own_finds_the_functions_in_the_installation(job: BatchJob) -> None:
+    script = OUTSIDE.replace('"$1"', '"$("$1" -m hpc_train.launch.templates requeue.sh)"')
     done = subprocess.run(
-        ["bash", "-c", OUTSIDE, "bash", str(functions), "exit 10"],
-        env={"PATH": job.fakes.path, "SLURM_JOB_ID": "31"},
+        ["bash", "-c", script, "bash", sys.executable, "exit 10"],
+        env={"PATH": job.fakes.path, "SLURM_JOB_ID": "31", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,

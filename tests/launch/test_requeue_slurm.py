@@ -14,26 +14,39 @@ from tests.launch.test_exec_slurm import ENV
 
 pytestmark = pytest.mark.slurm
 
-# Its first start ends with 10: at once in runs named `plain`, else when a signal asks for it. The second ends with 0.
-DRIVER = """\
+# Its first start ends with 10: at once in runs named `plain`, else when it or a step of it was signalled. The second
+# start ends with 0.
+DRIVER = '''\
 #!{python}
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
+STEP = """
+import signal, sys, time
+def catch(number, frame):
+    open(sys.argv[1] + '/step-caught', 'w').close()
+    sys.exit()
+signal.signal(signal.SIGUSR2, catch)
+open(sys.argv[1] + '/ready', 'w').close()
+time.sleep(90)
+"""
 folder = os.environ["HPC_TRAIN_RUN_DIR"]
 restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
 caught = []
 signal.signal(signal.SIGUSR2, lambda number, frame: caught.append("USR2"))
 signal.signal(signal.SIGTERM, lambda number, frame: caught.append("TERM"))
 print("start after", restarts, "requeues", flush=True)
-if restarts == "0" and "signalled" in folder:
-    open(folder + "/ready", "w").close()
-    end = time.monotonic() + 60
-    while not caught and time.monotonic() < end:
+if restarts == "0" and "plain" not in folder:
+    step = subprocess.Popen(["srun", "--quiet", "-n1", sys.executable, "-c", STEP, folder])
+    while not os.path.exists(folder + "/ready"):
+        time.sleep(0.05)
+    end = time.monotonic() + 80
+    while not caught and step.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(0.5)
+    step.kill()
 with open(folder + "/starts", "a") as file:
     print(restarts, *caught, file=file)
 sys.exit(10 if restarts == "0" else 0)
-"""
+'''
 
 SUBMIT = """\
 import sys
@@ -88,30 +101,33 @@ def submitter(slurm: Any, tmp_path: Path) -> Submitter:
 
 
 def test_every_kind_of_job_is_requeued_once_and_by_itself_alone(submitter: Submitter) -> None:
-    """FC-27, FC-37"""
-    plain: dict[str, Path] = {}
-    signalled: dict[str, Path] = {}
-    for via in ("sbatch", "submitit"):
-        job = submitter.submit(f"plain-{via}", via)
-        plain[job] = submitter.run_dir(f"plain-{via}", job)
-        array = submitter.submit(f"plain-{via}", via, "array=0-1")
-        for task in ("0", "1"):
-            plain[f"{array}_{task}"] = submitter.run_dir(f"plain-{via}", f"{array}_{task}")
-        job = submitter.submit(f"signalled-{via}", via)
-        signalled[job] = submitter.run_dir(f"signalled-{via}", job)
-    for job, folder in signalled.items():
-        wait_for(f"job {job}", (folder / "ready").exists)
-        submitter.slurm.run(["scancel", "--batch", "--signal=USR2", job])
-    everything = {**plain, **signalled}
-    for job, folder in everything.items():
-        wait_for(
-            f"two starts of job {job}", lambda f=folder: (f / "starts").exists() and "1" in (f / "starts").read_text()
-        )
-    wait_for("the ends", lambda: {submitter.show(job)["JobState"] for job in everything} == {"COMPLETED"})
-    for job, folder in everything.items():
-        first = "0 USR2" if job in signalled else "0"
-        assert (folder / "starts").read_text().splitlines() == [first, "1"], job
-        assert submitter.show(job)["Restarts"] == "1", job
+    """FC-27, FC-37. Some end by themselves, some by --signal, in its two forms."""
+    runs: dict[str, Path] = {}
+
+    def submit(name: str, via: str, *flags: str) -> str:
+        job = submitter.submit(f"{name}-{via}", via, *flags)
+        tasks = [f"{job}_0", f"{job}_1"] if "array=0-1" in flags else [job]
+        runs.update({task: submitter.run_dir(f"{name}-{via}", task) for task in tasks})
+        return job
+
+    vias = ("sbatch", "submitit")
+    # Slurm looks at time limits every half minute, so these come first.
+    to_shell = {submit("shell", via, "time=1", "signal=B:USR2@60") for via in vias}
+    to_steps = submit("steps", "sbatch", "time=1", "signal=USR2@60")
+    for via in vias:
+        submit("plain", via)
+        submit("plain", via, "array=0-1")
+    for job, folder in runs.items():
+        wait_for(f"two starts of job {job}", lambda f=folder: len(lines_of(f / "starts")) >= 2)
+    wait_for("the ends", lambda: {submitter.show(job)["JobState"] for job in runs} == {"COMPLETED"})
+    for job, folder in runs.items():
+        assert lines_of(folder / "starts") == ["0 USR2" if job in to_shell else "0", "1"], folder
+        assert (folder / "step-caught").exists() == (job == to_steps), folder
+        assert submitter.show(job)["Restarts"] == "1", folder
         log = (folder / "logs" / "job.log").read_text()
         assert log.count(f"job {job} goes back into the queue: restart 1 of 100 at most") == 1, log
         assert "start after 1 requeues" in log
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
