@@ -1,12 +1,29 @@
 #!/usr/bin/env bash
-# Install the Debian or Ubuntu packages that the Slurm and module tests and `make cluster` need.
+# Install the Debian or Ubuntu packages that the Slurm, MPI and module tests and `make cluster` need.
 # Does nothing when they are there. Without root it names the command for an administrator and succeeds:
 # the tests that need the packages are then skipped and counted.
 set -euo pipefail
 
-packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps)
+packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl)
+root=$(dirname "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)")
 
 say() { printf 'setup_system: %s\n' "$*"; }
+
+# Tcl environment modules cannot be installed beside Lmod, so their package is unpacked into the build folder.
+unpack_modules() {
+    local folder=$root/build/environment-modules work deb
+    [[ -f $root/setup.cfg && ! -d $folder ]] || return 0
+    work=$(mktemp -d)
+    if (cd "$work" && apt-get -qq download environment-modules >/dev/null 2>&1) &&
+        deb=$(compgen -G "$work/environment-modules_*.deb") && mkdir -p "$root/build" &&
+        dpkg -x "$deb" "$folder.new"; then
+        mv -T "$folder.new" "$folder"
+        say "unpacked: environment-modules, into $folder"
+    else
+        say "environment-modules cannot be fetched: the tests with Tcl modules are skipped"
+    fi
+    rm -rf "$work"
+}
 
 installed() {
     [[ $(dpkg-query --show --showformat '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
@@ -24,6 +41,7 @@ for package in "${packages[@]}"; do
 done
 if ((${#missing[@]} == 0)); then
     say "present: ${packages[*]}"
+    unpack_modules
     exit 0
 fi
 if ((EUID != 0)); then
@@ -39,3 +57,4 @@ quiet=(-qq -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300)
 apt-get "${quiet[@]}" update
 apt-get "${quiet[@]}" install --yes --no-install-recommends "${missing[@]}"
 say "installed: ${missing[*]}"
+unpack_modules

@@ -154,6 +154,10 @@ if [[ ,$extras, == *,test,* ]]; then
     say "megatron-core, for comparison in tests"
     install --no-deps 'megatron-core>=0.14' ||
         say "megatron-core is not to be had here; the tests that compare with it are skipped"
+    # In a folder of its own: its mpirun and libmpi would take the place of Open MPI's.
+    say "MPICH, to test against another brand of MPI"
+    install --no-deps --ignore-installed --prefix "$venv/opt/mpich" mpich ||
+        say "MPICH is not to be had here; the tests that need it are skipped"
 fi
 
 # Python compiles a module when it is first imported, which here is now: what we use, not the many thousand

@@ -57,8 +57,15 @@ def _gpu() -> str | None:
 
 
 def _modules() -> str | None:
-    lmod = os.environ.get("LMOD_CMD") or "/usr/share/lmod/lmod/libexec/lmod"
-    return None if os.path.exists(lmod) else "Lmod is not installed (apt-get install lmod)"
+    from tests.services import centre
+
+    return centre.modules_skip_reason()
+
+
+def _mpi_brands() -> str | None:
+    from tests.services import mpi_brands
+
+    return mpi_brands.skip_reason()
 
 
 def _hdfs() -> str | None:
@@ -71,6 +78,7 @@ SERVICES: dict[str, Callable[[], str | None]] = {
     "hdfs": _hdfs,
     "modules": _modules,
     "mpi": _mpi,
+    "mpi_brands": _mpi_brands,
     "megatron": _megatron,
 }
 

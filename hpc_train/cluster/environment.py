@@ -194,7 +194,9 @@ def export_argument(variables: Mapping[str, str]) -> str:
     return ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
 
 
-def mpi_cpu_defaults(env: Mapping[str, str], param_files: Iterable[Path] = ()) -> dict[str, str]:
+def mpi_cpu_defaults(
+    env: Mapping[str, str], param_files: Iterable[Path] = (), *, kind: str = "openmpi5"
+) -> dict[str, str]:
     """Return Open MPI's components for runs without a GPU, which start in a seventh of the time.
 
     Nothing where the site or the user has chosen any component, in the environment or in param_files: a
@@ -211,12 +213,17 @@ def mpi_cpu_defaults(env: Mapping[str, str], param_files: Iterable[Path] = ()) -
             continue
         if any(chosen.match(line) for line in lines):
             return {}
+    if kind == "openmpi4":
+        # What release 5 calls sm has this name before it, and there sm is one that ends the program.
+        return {**_CPU_COMPONENTS, "OMPI_MCA_btl": "self,vader,tcp"}
     return dict(_CPU_COMPONENTS)
 
 
 def mpi_param_files(env: Mapping[str, str], prefix: str) -> tuple[Path, ...]:
     """Return the files in which Open MPI of prefix looks for a site's and a user's parameters."""
     files = [Path(prefix) / "etc/openmpi-mca-params.conf"]
+    if Path(prefix).is_relative_to("/usr"):
+        files.append(Path("/etc/openmpi/openmpi-mca-params.conf"))  # where Debian keeps it
     if env.get("HOME"):
         files.append(Path(env["HOME"]) / ".openmpi/mca-params.conf")
     return tuple(files)

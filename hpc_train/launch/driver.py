@@ -42,7 +42,7 @@ from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
 from hpc_train.launch.queue import end_time_of, job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
-from hpc_train.launch.site import Site, choose_launcher
+from hpc_train.launch.site import Site, choose_launcher, with_options
 from hpc_train.plan.run import Plan, plan_run
 from hpc_train.plan.run_files import CONFIG_FILE, PLAN_FILE, RANKS_FILE, write_atomically
 
@@ -144,7 +144,9 @@ def _plan_and_prepare(
     """Allocation, plan and environment; everything that ranks read is in the folder afterwards."""
     run_dir, config = claim.run_dir, request.config
     allocation, plan = make_plan(request, job, claim.owner.host)
-    site = choose_launcher(env, found, job, allocation, mpi=request.mpi or config.launch.mpi)
+    wrap, mpi = config.launch.wrap, request.mpi or config.launch.mpi
+    site = choose_launcher(env, found, job, allocation, mpi=mpi, is_wrapped=bool(wrap))
+    launcher = with_options(site.launcher, config.launch.srun_options)
     rank_env, lines = rank_environment(env, config, site, claim, attempt)
     job_log.say(describe_allocation(allocation))
     job_log.say(f"plan {plan.hash[:12]}: {plan.world_size} ranks, {plan.mesh.describe()}")
@@ -157,8 +159,9 @@ def _plan_and_prepare(
     write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
     text = record.banner(attempt, claim.owner.job_id)
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
-    command = (sys.executable, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
-    start = RanksToStart(run_dir, allocation, command, rank_env, site.launcher, stop_signal_of(config))
+    python = config.launch.rank_python or sys.executable
+    command = (*wrap, python, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
+    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal_of(config))
     return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 
 

@@ -38,12 +38,16 @@ _MOST_FOLLOWED_NODES = 64
 
 @dataclass(frozen=True)
 class SrunLauncher:
-    """How srun is called. wait_s: how long others may go on after a rank ended well; 0: without limit."""
+    """How srun is called. wait_s: how long others may go on after a rank ended well; 0: without limit.
+
+    options: words of the user's or a container plugin's, after all others.
+    """
 
     cpus_per_task: int
     mpi: str
     overlap: bool
     wait_s: int
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ def _launcher_argv(start: RanksToStart) -> list[str]:
         overlap=launcher.overlap,
         host_file=host_file,
         wait_s=launcher.wait_s,
+        options=launcher.options,
     )
     return steps.ranks_argv(values, start.command)
 

@@ -22,6 +22,7 @@ class StepValues:
 
     output: the file pattern for the ranks' output (%N is the node), or None for srun's own. overlap: the step
     must share what an interactive step holds. host_file: one node a rank, for ranks that are spread unevenly.
+    options: further words for srun, as of a container plugin.
     """
 
     allocation: Allocation
@@ -31,6 +32,7 @@ class StepValues:
     overlap: bool = False
     host_file: str | None = None
     wait_s: int = 60
+    options: tuple[str, ...] = ()
 
 
 def ranks_argv(values: StepValues, command: Sequence[str]) -> list[str]:
@@ -57,7 +59,7 @@ def ranks_argv(values: StepValues, command: Sequence[str]) -> list[str]:
         argv += [f"--output={values.output}", "--open-mode=append"]
     if values.overlap:
         argv.append("--overlap")
-    return [*argv, *command]
+    return [*argv, *values.options, *command]
 
 
 def cpus_per_task(job: JobFacts, allocation: Allocation) -> int:

@@ -93,6 +93,8 @@ def test_what_export_cannot_carry_is_refused(variables: dict[str, str]) -> None:
 def test_open_mpi_components_are_named_only_where_nobody_has_chosen_any(tmp_path: Path) -> None:
     assert environment.mpi_cpu_defaults({})["OMPI_MCA_pml"] == "ob1"
     assert environment.mpi_cpu_defaults({"OMPI_MCA_btl": "^openib"}) == {}
+    assert environment.mpi_cpu_defaults({}, kind="openmpi5")["OMPI_MCA_btl"] == "self,sm,tcp"
+    assert environment.mpi_cpu_defaults({}, kind="openmpi4")["OMPI_MCA_btl"] == "self,vader,tcp"
     assert environment.mpi_cpu_defaults({"OMPI_MCA_mpi_show_mca_params": "1"}) != {}
     files = environment.mpi_param_files({"HOME": str(tmp_path)}, str(tmp_path / "prefix"))
     assert environment.mpi_cpu_defaults({}, files) != {}

@@ -52,13 +52,14 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     assert [row[3] for row in table] == ["0", "1"] * 4
 
 
-def test_pmi2_with_open_mpi_5_ends_every_rank_with_code_3_within_seconds_and_one_message(
+def test_a_container_that_hides_srun_from_mpi_ends_every_rank_with_code_3_within_seconds_and_one_message(
     slurm: Any, tmp_path: Path
 ) -> None:
-    """FC-09: four tasks of which each would train alone."""
+    """FC-09: four tasks of which each would train alone. The wrapper is a real program before each rank."""
     write_corpus(tmp_path / "corpus")
-    write_config(tmp_path)
-    words = ["run", str(tmp_path / "config.yaml"), "--mpi", "pmi2", "--run-dir", str(tmp_path / "run")]
+    hides = ["env", "-u", "PMIX_NAMESPACE", "-u", "PMIX_RANK"]
+    write_config(tmp_path, launch={"wrap": hides})
+    words = ["run", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
     start = time.monotonic()
     result = _hpc_train(slurm, tmp_path, *words, prefix=("salloc", "--quiet", "-N2", "--ntasks-per-node=2"))
     assert time.monotonic() - start < 40
@@ -86,4 +87,4 @@ def test_a_script_of_ones_own_under_the_wrong_pmi_ends_with_code_3_on_every_task
     )
     codes = sorted(line for line in result.stdout.splitlines() if line.startswith("task"))
     assert codes == [f"task {rank} code 3" for rank in range(4)], result.stdout + result.stderr
-    assert result.stderr.count("does not speak the process manager interface") == 1
+    assert result.stderr.count("does not speak PMI2") == 1
