@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.load import Loaded
-from hpc_train.checkpoint.save import save_checkpoint
+from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.loader import Batch, Loader, Step
@@ -87,6 +87,7 @@ def train(run: Run) -> Stopped | None:
                 return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
             if run.step == first_step:
                 _check_handlers(run)
+                prepare_saving()
             if run.step % config.train.gc_every == 0:
                 gc.collect()
     return None

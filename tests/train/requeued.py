@@ -99,6 +99,17 @@ class Centre:
         case.folder = runs / case.job
         case.others = [runs / f"{job_id}_{task}" for task in tasks[:-1]]
 
+    def processes(self) -> list[str]:
+        """Processes of ranks or agents of these runs that are still there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"HPC_TRAIN_RUN_DIR={self.folder}".encode() in (path / "environ").read_bytes():
+                    found.append((path / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return found
+
     def queue(self) -> str:
         """All that is in the queue, by Slurm's own words."""
         return self.slurm.run(["squeue", "--noheader"]).stdout

@@ -48,7 +48,7 @@ def _check(case: Case, alone: list[dict[str, object]], *, attempts: int | None =
 
 
 def test_usr2_requeues_a_job_or_one_task_of_an_array_which_goes_on_bit_for_bit(centre: Centre) -> None:
-    """FC-27, FC-36, FC-37. USR2 comes to the steps, as from --signal=USR2@N, or to the shell, as from B:USR2@N.
+    """FC-27, FC-36, FC-37, FC-39. USR2 comes to the steps, as from --signal=USR2@N, or to the shell, as from B:USR2@N.
 
     One job gets it three times in a row. Beside them a job that never saves ends with code 12, and is not tried again.
     """
@@ -78,6 +78,10 @@ def test_usr2_requeues_a_job_or_one_task_of_an_array_which_goes_on_bit_for_bit(c
         assert metrics(other.folder) == alone
     assert (stuck.outcome()["outcome"], stuck.outcome()["exit_code"]) == ("no progress", 12), stuck.log()
     assert len(stuck.attempts()) == 2
+    deadline = time.monotonic() + 5.0
+    while centre.processes():
+        assert time.monotonic() < deadline, f"left behind (FC-39): {centre.processes()}"
+        time.sleep(0.2)
     time.sleep(3.0)
     assert centre.queue() == ""
 
@@ -95,10 +99,11 @@ def _preempt(centre: Centre) -> Any:
 
 
 def _time_limit_and_preemption(centre: Centre, cases: list[Case]) -> None:
-    steps = 200
+    # More than a minute of steps, so that a job of one minute needs at least two starts.
+    steps = 120
     centre.prepare(FaultPlan().slow(0), steps=steps, eval_every=50)
     alone = _alone(centre)
-    centre.prepare(FaultPlan().slow(300), steps=steps, eval_every=50)
+    centre.prepare(FaultPlan().slow(500), steps=steps, eval_every=50)
     for case in cases:
         centre.submit(case)
     centre.see_to_the_end(cases, timeout_s=540)
