@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch.find_run import Run, find_run
-from hpc_train.launch.queue import ask, job_is_live
+from hpc_train.launch.queue import ask, is_batch_job, job_is_live
 from hpc_train.launch.run_folder import Owner, start_ticks
 
 _PATIENCE_S = 30.0
@@ -32,6 +32,10 @@ def cancel(run: Run) -> str:
         LaunchError: it cannot be reached from here, or does not end.
     """
     owner = run.owner
+    # On TERM the driver of a batch job saves, and its script puts the job back into the queue.
+    if run.job_id is not None and is_batch_job(run.job_id):
+        ask(["scancel", run.job_id])
+        return f"cancelled job {run.job_id} of {run.folder}"
     if owner is not None and owner.host == socket.gethostname() and start_ticks(owner.pid) == owner.start_ticks:
         _terminate(owner)
         return f"stopped the driver of {run.folder}, process {owner.pid}"

@@ -45,6 +45,15 @@ def find_job(job_id: str) -> QueuedJob | None:
     return jobs[0] if jobs else None
 
 
+def is_batch_job(job_id: str) -> bool:
+    """Whether a job runs a batch script, and does so now; false for salloc's and where Slurm cannot be asked."""
+    try:
+        words = ask(["scontrol", "--oneliner", "show", "job", job_id]).split()
+    except LaunchError:
+        return False
+    return "JobState=RUNNING" in words and "BatchFlag=1" in words
+
+
 def end_time_of(job_id: str) -> int | None:
     """When a job's time limit ends it, in epoch seconds; None without a limit or where Slurm cannot be asked."""
     try:

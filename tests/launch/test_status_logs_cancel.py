@@ -193,6 +193,22 @@ def test_cancel_stops_a_driver_of_this_machine(
     assert f"process {driver.pid}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("batch", [True, False])
+def test_cancel_of_a_batch_job_does_not_end_in_a_requeue(
+    queue: FakeCommands, driver: subprocess.Popen[bytes], batch: bool
+) -> None:
+    """A driver that gets TERM ends with the code that asks for a requeue; in salloc there is nobody who asks."""
+    folder = make_run("12")
+    queue.add("squeue", "12|RUNNING|little|1:00|1:00:00|n1\n")
+    queue.add("scontrol", f"JobId=12 JobName=little JobState=RUNNING BatchFlag={int(batch)} Reboot=0\n")
+    claim(
+        folder, Owner(socket.gethostname(), driver.pid, start_ticks(driver.pid) or 0, "12", 0, "then"), lambda job: None
+    )
+    assert main(["cancel", str(folder)]) == 0
+    assert len(queue.calls("scancel")) == batch
+    assert (driver.poll() is None) == batch
+
+
 def test_cancel_never_signals_another_process_of_the_same_id(queue: FakeCommands) -> None:
     folder = make_run("2026-11-29_10-00-00")
     ours = dataclasses.replace(this_process(socket.gethostname()), start_ticks=1)
