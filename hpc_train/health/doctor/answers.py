@@ -62,6 +62,12 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
+def complaint(answer: Answer) -> str:
+    """What a program that was started by srun says is wrong: its own last words, else srun's."""
+    own = [line for line in answer.err.splitlines() if not line.startswith("srun:") and "*** STEP" not in line]
+    return last_line("\n".join(own)) or last_line(answer.err) or f"exit code {answer.code}, without a word"
+
+
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

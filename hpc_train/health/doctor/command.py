@@ -30,7 +30,7 @@ from hpc_train.cluster.situation import Found, Situation, find_situation
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.errors import ConfigError, ExitCode, LaunchError
 from hpc_train.health.doctor import infiniband, modules, mpi_check, network, python_env, slurm_site, storage
-from hpc_train.health.doctor.answers import ask, last_line
+from hpc_train.health.doctor.answers import ask, complaint
 from hpc_train.health.doctor.findings import Finding, format_report, merge, would_stop_a_run
 from hpc_train.health.doctor.node import look_at_node, parse_node_lines
 from hpc_train.launch.site import find_mpirun, mpi_variables, mpirun_needs
@@ -43,7 +43,10 @@ _NODES_S = 120.0
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, with the settings of the configuration where there is one."""
+    """What the user asked for, with the settings of the configuration where there is one.
+
+    python: how Python is started on nodes, launch.wrap and launch.rank_python where these are set.
+    """
 
     env: Mapping[str, str]
     runs_dir: str
@@ -54,6 +57,7 @@ class Request:
     verbose: bool
     trial: bool | None
     watch_s: float
+    python: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def make_request(options: Namespace, env: Mapping[str, str]) -> Request:
         verbose=options.verbose,
         trial=trial,
         watch_s=options.watch_errors,
+        python=(*launch.wrap, launch.rank_python or sys.executable) if launch else (sys.executable,),
     )
 
 
@@ -226,7 +231,7 @@ def _look_at_nodes(request: Request, job: JobFacts | None, overlap: bool) -> tup
     if job is None:
         return [look_at_node(asked, request.env)], []
     with _token(request.runs_dir) as token:
-        command = [sys.executable, "-m", "hpc_train.health.doctor.node", json.dumps({**asked, "token": token})]
+        command = [*request.python, "-m", "hpc_train.health.doctor.node", json.dumps({**asked, "token": token})]
         argv = ["srun", f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1"]
         argv += [f"--nodelist={compress_hostlist(job.nodes)}", "--mpi=none", "--kill-on-bad-exit=0", *_SHARING]
         answer = ask([*argv, *command], env=agents_env(request.env), timeout_s=_NODES_S + request.watch_s)
@@ -234,8 +239,12 @@ def _look_at_nodes(request: Request, job: JobFacts | None, overlap: bool) -> tup
     silent = tuple(node for node in job.nodes if node not in by_host)
     problems = []
     if silent:
-        why = last_line(answer.err) or f"exit code {answer.code}"
-        cure = "see whether this environment's Python is there on the node: `srun -w NODE " + sys.executable + " -V`"
+        why = complaint(answer)
+        cure = (
+            "see whether this environment's Python is there on the node: `srun -w NODE "
+            + " ".join(request.python)
+            + " -V`"
+        )
         problems.append(Finding("slurm.nodes", "error", f"gave no answer: {why}", cure, silent))
     return [by_host[node] for node in job.nodes if node in by_host], problems
 
@@ -282,7 +291,7 @@ def _mpi_findings(
     filled = fill_unset(env, mpi_variables(env, library, on_cpu=on_cpu))[0]
     if job is not None:
         names = mpi_check.candidates(chosen, facts.plugins)
-        trials = mpi_check.try_plugins(names, lambda name: _srun_trial(name, job, filled))
+        trials = mpi_check.try_plugins(names, lambda name: _srun_trial(name, job, filled, request.python))
         # A forced plugin that is not offered is an error already; the trial says what works instead.
         return [*found, *mpi_check.trial_findings(trials, chosen, request.mpi)]
     if facts.is_here:
@@ -294,16 +303,18 @@ def _mpi_findings(
     except LaunchError as error:
         return [*found, Finding("mpi.trial", "error", str(error), "`pip install 'hpc_train[local]'`, or load a module")]
     _say("trying MPI with two tasks by mpirun")
-    trial = mpi_check.run_trial([mpirun, "-n", "2", *options], {**more, **filled}, plugin=None, asked=2)
+    trial = mpi_check.run_trial(
+        [mpirun, "-n", "2", *options], {**more, **filled}, python=request.python, plugin=None, asked=2
+    )
     return [*found, *mpi_check.trial_findings([trial], None)]
 
 
-def _srun_trial(plugin: str, job: JobFacts, env: Mapping[str, str]) -> mpi_check.Trial:
+def _srun_trial(plugin: str, job: JobFacts, env: Mapping[str, str], python: Sequence[str]) -> mpi_check.Trial:
     nodes = job.nodes[:2]
     _say(f"trying MPI with two tasks on {compress_hostlist(nodes)} by srun --mpi={plugin}")
     argv = ["srun", f"--nodes={len(nodes)}", "--ntasks=2", f"--ntasks-per-node={2 // len(nodes)}"]
     argv += [f"--nodelist={compress_hostlist(nodes)}", f"--mpi={plugin}", "--kill-on-bad-exit=1", *_SHARING]
-    return mpi_check.run_trial(argv, agents_env(env), plugin=plugin, asked=2)
+    return mpi_check.run_trial(argv, agents_env(env), python=python, plugin=plugin, asked=2)
 
 
 def _say(text: str) -> None:

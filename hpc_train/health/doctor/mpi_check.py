@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.cluster.long_lines import joined_pieces
+from hpc_train.cluster.mpi_match import require_match
 from hpc_train.cluster.mpi_site import MpiLibrary, choose_mpi, find_mpi_library
 from hpc_train.errors import LaunchError
-from hpc_train.health.doctor.answers import Answer, ask, last_line
+from hpc_train.health.doctor.answers import Answer, ask, complaint, last_line
 from hpc_train.health.doctor.findings import Finding
 
 TRIAL_MODULE = "hpc_train.comm.mpi_trial"
@@ -59,7 +60,7 @@ def loading_finding(library: MpiLibrary, answer: Answer) -> Finding:
     found_at = f"{library.path} ({library.reason.partition(', from ')[2] or library.reason})"
     if tasks and "error" not in tasks[0]:
         loaded = [path for path in tasks[0]["libraries"] if "/libmpi" in path]
-        told = f"mpi4py {tasks[0]['mpi4py']} loads {tasks[0]['library'].partition(', package')[0]}"
+        told = f"mpi4py {tasks[0]['mpi4py']} loads {_version(tasks[0]['library'])}"
         where = f" from {loaded[0]}" if loaded else ""
         return Finding("mpi.library", "ok", told + where)
     if tasks:
@@ -76,13 +77,18 @@ def loading_finding(library: MpiLibrary, answer: Answer) -> Finding:
 
 
 def choice_finding(plugins: Sequence[str], library: MpiLibrary, forced: str | None) -> tuple[str | None, Finding]:
-    """The plugin that `run` would take, and why."""
+    """The plugin that `run` would take, and why; or that it would refuse."""
     try:
         plugin, why = choose_mpi(plugins, library.kind, None, forced)
     except LaunchError as error:
         offered = ", ".join(plugins) or "nothing"
         cure = f"choose one of those that are offered ({offered}) by launch.mpi=NAME; a trial tells which connects"
         return None, Finding("mpi.plugin", "error", str(error), cure)
+    try:
+        require_match(library, plugin)
+    except LaunchError as error:
+        cure = "use the plugin that it names, or load the MPI module of another brand; a trial tells which connects"
+        return plugin, Finding("mpi.plugin", "error", str(error), cure)
     return plugin, Finding("mpi.plugin", "ok", f"srun --mpi={plugin} would be used: {why}")
 
 
@@ -96,10 +102,12 @@ def candidates(chosen: str | None, plugins: Sequence[str]) -> list[str]:
     return found
 
 
-def run_trial(argv: Sequence[str], env: Mapping[str, str], *, plugin: str | None, asked: int) -> Trial:
-    """Start the trial's tasks by argv, which ends with the launcher's own options."""
+def run_trial(
+    argv: Sequence[str], env: Mapping[str, str], *, python: Sequence[str], plugin: str | None, asked: int
+) -> Trial:
+    """Start the trial's tasks by argv, which ends with the launcher's own options. python: words before `-m`."""
     filled = {**env, **{name: value for name, value in TRIAL_VARIABLES.items() if name not in env}}
-    answer = ask([*argv, sys.executable, "-m", TRIAL_MODULE], env=filled, timeout_s=_TRIAL_S)
+    answer = ask([*argv, *python, "-m", TRIAL_MODULE], env=filled, timeout_s=_TRIAL_S)
     return Trial(plugin, asked, answer, parse_tasks(answer.out))
 
 
@@ -141,7 +149,7 @@ def trial_findings(trials: Sequence[Trial], chosen: str | None, forced: str | No
         # That nothing fits, or that what was asked for is not offered, is a finding of its own.
         return [Finding("mpi.trial", "ok", told, cure)]
     by = "asked for" if forced else "chosen for this library"
-    first = f"{_launcher(failed[0])}, {by}, does not connect the tasks: {_failure(failed[0])}. "
+    first = f"{_launcher(failed[0])}, {by}, does not connect the tasks: {_failure(failed[0]).rstrip('.')}. "
     return [Finding("mpi.trial", "error", f"{first}{told}", cure)]
 
 
@@ -157,11 +165,16 @@ def _failure(trial: Trial) -> str:
     sizes = sorted({task["size"] for task in trial.tasks if "size" in task})
     if sizes == [1]:
         return f"each of the {len(trial.tasks)} tasks is a world of its own (the library does not speak this PMI)"
-    return f"exit code {trial.answer.code}, {last_line(trial.answer.err) or 'without a word'}"
+    return f"exit code {trial.answer.code}, {complaint(trial.answer)}"
 
 
 def _library(trial: Trial) -> str:
-    return ", ".join(sorted({str(task["library"]).partition(", package")[0] for task in trial.tasks}))
+    return ", ".join(sorted({_version(task["library"]) for task in trial.tasks}))
+
+
+def _version(line: str) -> str:
+    """`Open MPI v5.0.11` or `MPICH 5.0.2` of the first line of a library's description."""
+    return " ".join(line.partition(", package")[0].replace("Version:", "").split())
 
 
 def _hosts(trial: Trial) -> str:
@@ -175,6 +188,8 @@ def _transport(trial: Trial) -> str:
     where = "off-host" if is_remote else "on-host"
     if match := re.search(rf"^\s*{where}:\s+all connections are (\S+)", trial.answer.text, re.MULTILINE):
         return f" over {match[1]}"
+    if match := re.search(r"^=+ (\w+) netmod Capability", trial.answer.text, re.MULTILINE):
+        return f" over {match[1].lower()}"
     if match := re.search(r"^\s*provider: (\S+)", trial.answer.text, re.MULTILINE):
         return f" over {match[1].split(',')[0]}"
     loaded = sorted({name for task in trial.tasks for name in task.get("loaded", ())})

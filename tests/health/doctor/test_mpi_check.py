@@ -40,6 +40,13 @@ def test_a_trial_that_connects_names_library_plugin_hosts_and_transport() -> Non
     assert finding.found == "Open MPI v5.0.11 and --mpi=pmix connect 2 tasks on n1 and n2 over tcp"
 
 
+def test_mpich_names_its_transport_in_its_own_way() -> None:
+    tasks = [{**task, "library": "MPICH Version:      5.0.2"} for task in GOOD]
+    for out, transport in (("==== UCX netmod Capability ====\n", "ucx"), ("provider: tcp;ofi_rxm, x\n", "tcp;ofi_rxm")):
+        (finding,) = trial_findings([trial("pmi2", *tasks, out=out)], "pmi2")
+        assert finding.found == f"MPICH 5.0.2 and --mpi=pmi2 connect 2 tasks on n1 and n2 over {transport}"
+
+
 def test_a_silent_mismatch_names_what_connects_instead() -> None:
     """FC-09: worlds of one, and every exit code is 0."""
     trials = [trial("pmi2", *ALONE), trial("pmix", *GOOD, out=TABLE)]
@@ -57,14 +64,14 @@ def test_when_nothing_connects_each_way_it_failed_is_told() -> None:
     failed = {"error": "RuntimeError: cannot load MPI library"}
     trials = [
         trial("pmix", failed, failed, code=3),
-        trial("pmi2", code=1, err="srun: error: n2: task 1: Aborted\n"),
+        trial("pmi2", code=16, err="unsupported PMI version PMIx. Aborting.\nsrun: error: n1: task 0: Exited\n"),
         trial("pmi1", code=None, err="srun gave no answer in 60 s"),
     ]
     (finding,) = trial_findings(trials, "pmix")
     assert finding.level == "error"
     for words in (
         "--mpi=pmix: RuntimeError",
-        "--mpi=pmi2: exit code 1, srun: error",
+        "--mpi=pmi2: exit code 16, unsupported PMI",
         "--mpi=pmi1: srun gave no answer",
     ):
         assert words in finding.found
@@ -100,6 +107,9 @@ def test_a_plugin_that_is_not_offered_is_an_error_with_what_is() -> None:
     (trial_finding,) = trial_findings([trial("pmix", *GOOD)], None, forced="pmi9")
     assert trial_finding.level == "ok" and "launch.mpi=pmix" in trial_finding.cure
     assert choice_finding(PLUGINS, LIBRARY, None)[0] == "pmix"
+    # Offered, but certain not to connect this library: said without a trial, on a login node too.
+    chosen, finding = choice_finding(PLUGINS, LIBRARY, "pmi2")
+    assert chosen == "pmi2" and finding.level == "error" and "does not speak PMI2" in finding.found
 
 
 def test_words_between_the_tasks_lines_are_passed_over() -> None:
