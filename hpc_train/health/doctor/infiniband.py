@@ -6,11 +6,11 @@ Source of the counters' meaning: Documentation/ABI/stable/sysfs-class-infiniband
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.health.doctor.answers import ask, read_text
 from hpc_train.health.doctor.findings import Finding
 
 
@@ -87,15 +87,15 @@ def read_ports(sys_root: str | Path = "/sys", *, ethtool: str | None = None) -> 
             counters = {**_counters(folder / "counters"), **_counters(folder / "hw_counters")}
             if ethtool is not None:
                 for interface in _listed(device / "device/net"):
-                    counters |= ethtool_counters(_output([ethtool, "-S", interface.name]))
+                    counters |= ethtool_counters(ask([ethtool, "-S", interface.name], timeout_s=5).out)
             ports.append(
                 Port(
                     device.name,
                     int(folder.name) if folder.name.isdecimal() else 0,
-                    _read(folder / "link_layer") or "InfiniBand",
-                    _word(_read(folder / "state")),
-                    _word(_read(folder / "phys_state")),
-                    _rate(_read(folder / "rate")),
+                    read_text(folder / "link_layer") or "InfiniBand",
+                    _word(read_text(folder / "state")),
+                    _word(read_text(folder / "phys_state")),
+                    _rate(read_text(folder / "rate")),
                     counters,
                 )
             )
@@ -243,14 +243,10 @@ def _growing(port: Port, later: Port, host: str, seconds: float) -> list[Finding
     return found
 
 
-def as_json(port: Port) -> dict[str, object]:
-    return {**replace(port, counters={}).__dict__, "name": port.name}
-
-
 def _counters(folder: Path) -> dict[str, int]:
     found = {}
     for path in _listed(folder):
-        text = _read(path)
+        text = read_text(path)
         if text.isdecimal():
             found[path.name] = int(text)
     return found
@@ -265,13 +261,6 @@ def _listed(folder: Path) -> list[Path]:
     return sorted(names, key=lambda path: [part.zfill(8) for part in re.split(r"(\d+)", path.name)])
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _word(text: str) -> str:
     """`ACTIVE` of `4: ACTIVE`."""
     return text.partition(":")[2].strip() or text
@@ -281,11 +270,3 @@ def _rate(text: str) -> float:
     """200.0 of `200 Gb/sec (4X HDR)`."""
     match = re.match(r"([0-9.]+)\s*Gb", text)
     return float(match[1]) if match else 0.0
-
-
-def _output(argv: list[str]) -> str:
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,13 +108,6 @@ def as_json(interfaces: Mapping[str, Interface]) -> dict[str, Any]:
 
 def from_json(table: Mapping[str, Any]) -> dict[str, Interface]:
     return {name: Interface(name, *values) for name, values in table.items()}
-
-
-def rdma_devices(sys_root: str = "/sys") -> list[str]:
-    try:
-        return sorted(os.listdir(f"{sys_root}/class/infiniband"))
-    except OSError:
-        return []
 
 
 def _address_findings(
