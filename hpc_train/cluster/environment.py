@@ -49,6 +49,8 @@ RENDEZVOUS_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 # When the job's time ends, in epoch seconds, and the name of the signal that asks for a save and an end.
 END_TIME_VARIABLE = "HPC_TRAIN_END_TIME"
 STOP_SIGNAL_VARIABLE = "HPC_TRAIN_STOP_SIGNAL"
+# How many seconds of warning the job gets in which cases, as a JSON object.
+WARNING_TIMES_VARIABLE = "HPC_TRAIN_WARNING_TIMES"
 
 # measured: MPI's import and init take 0.2 s a rank with these and 1.5 s without, Open MPI 5.0 on two cores.
 _CPU_COMPONENTS = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -25,9 +24,7 @@ from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import (
-    END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
-    STOP_SIGNAL_VARIABLE,
     fill_unset,
     training_defaults,
 )
@@ -40,9 +37,10 @@ from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
-from hpc_train.launch.queue import end_time_of, job_is_live
+from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher, with_options
+from hpc_train.launch.stop_times import stop_signal_of, stop_variables
 from hpc_train.plan.run import Plan, plan_run
 from hpc_train.plan.run_files import CONFIG_FILE, PLAN_FILE, RANKS_FILE, write_atomically
 
@@ -79,7 +77,7 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     run_dir = asked or default_run_dir(request.config, found, job)
     owner = run_folder.this_process(host, job.requeue_id if job else None, job.restart_count if job else 0)
     claim = run_folder.claim(run_dir, owner, job_is_live)
-    with terminations_raise(stop_signal_of(request.config)):
+    with terminations_raise(stop_signal_of(request.config.launch)):
         try:
             return _drive_claimed(request, env, found, job, claim, begin)
         finally:
@@ -112,7 +110,7 @@ def _drive_claimed(
     try:
         outcome = _stalled_before(run_dir, config, job_id, job) if is_batch else None
         if outcome is None:
-            times = {**env, **stop_variables(request, job, begin)}
+            times = {**env, **stop_variables(config.launch, env, job, run_dir, _limit_end(request, begin))}
             start = _plan_and_prepare(request, times, found, job, claim, attempt, job_log)
             outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say))
             if is_batch:
@@ -161,7 +159,7 @@ def _plan_and_prepare(
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
     python = config.launch.rank_python or sys.executable
     command = (*wrap, python, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
-    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal_of(config))
+    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal_of(config.launch))
     return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 
 
@@ -181,21 +179,8 @@ def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
     return job
 
 
-def stop_signal_of(config: Config) -> int:
-    return signal.Signals[f"SIG{config.launch.stop_signal}"]
-
-
-def stop_variables(request: RunRequest, job: JobFacts | None, begin: float) -> dict[str, str]:
-    """What ranks need to know to stop in good time: when the job or --time ends, and the signal."""
-    ends = []
-    if request.time_limit_s is not None:
-        ends.append(begin + request.time_limit_s)
-    if job is not None and (job_end := job.end_time or end_time_of(job.job_id)) is not None:
-        ends.append(float(job_end))
-    variables: dict[str, str] = {STOP_SIGNAL_VARIABLE: request.config.launch.stop_signal}
-    if ends:
-        variables[END_TIME_VARIABLE] = f"{min(ends):.0f}"
-    return variables
+def _limit_end(request: RunRequest, begin: float) -> float | None:
+    return None if request.time_limit_s is None else begin + request.time_limit_s
 
 
 def _stalled_before(run_dir: Path, config: Config, job_id: str | None, job: JobFacts | None) -> record.Outcome | None:

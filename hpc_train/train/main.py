@@ -27,6 +27,7 @@ from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
     STOP_SIGNAL_VARIABLE,
+    WARNING_TIMES_VARIABLE,
     process_env,
 )
 from hpc_train.cluster.limits import require_free_bytes
@@ -161,8 +162,10 @@ def _train(run_dir: Path, config: Config, world: World, stop: StopMark, debugger
     run = build_run(run_dir, config, world)
     run.stop = stop
     if world.rank == 0:
-        end_time = process_env().get(END_TIME_VARIABLE)
-        stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s)
+        env = process_env()
+        end_time = env.get(END_TIME_VARIABLE)
+        warning_times = json.loads(env.get(WARNING_TIMES_VARIABLE, "{}"))
+        stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s, warning_times)
     _check_space(run_dir, run.trainer, world)
     if config.checkpoint.resume:
         loaded = load_newest(run_dir / CHECKPOINTS_FOLDER, loop.state_pieces(run.trainer), world)

@@ -11,8 +11,8 @@ import ctypes
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, MappingProxyType
 
 _REMEMBERED_STEPS = 20
 _FIRST_SAVE_S = 60.0
@@ -39,18 +39,26 @@ class StopMark:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._signals = tuple(dict.fromkeys(signals))
+        self._warning_times: dict[str, float] = {}
         self._handlers: dict[int, int | None] = {}
         self._received: int | None = None
         self._out_of_time = False
-        self.set_limit(end_time, stop_before_s, clock)
+        self._clock = clock
+        self.set_limit(end_time, stop_before_s)
 
     def set_limit(
-        self, end_time: float | None, stop_before_s: float | None, clock: Callable[[], float] = time.time
+        self,
+        end_time: float | None,
+        stop_before_s: float | None,
+        warning_times: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """Take note of the time limit, and of how many seconds of warning other ends give."""
         self._end_time = end_time
         self._stop_before_s = stop_before_s
-        self._clock = clock
-        self._begin = clock()
+        self._warning_times = dict(warning_times)
+        if stop_before_s is not None:
+            self._warning_times["launch.stop_before_s"] = stop_before_s
+        self._begin = self._clock()
         self._steps_s: deque[float] = deque([0.0], maxlen=_REMEMBERED_STEPS)
         self._longest_save_s: float | None = None
 
@@ -95,21 +103,20 @@ class StopMark:
         self._steps_s.append(seconds)
 
     def completed_save(self, seconds: float) -> str | None:
-        """Take note of a save; returns a warning if it shows, for the first time, that stop_before_s is too short."""
-        was_enough = self._is_enough()
+        """Take note of a save; returns a warning on warning times that turn out too short, once for each."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
-        if not was_enough or self._is_enough():
+        step_s = max(self._steps_s)
+        too_short = {what: time for what, time in self._warning_times.items() if time < step_s + self._longest_save_s}
+        for what in too_short:
+            del self._warning_times[what]
+        if not too_short:
             return None
+        named = " and ".join(f"{what} ({time:g} s)" for what, time in too_short.items())
         return (
-            f"launch.stop_before_s={self._stop_before_s} is shorter than a step and a save ({max(self._steps_s):.1f} s "
-            f"and {self._longest_save_s:.1f} s): the save before the time limit may fail, and then the last complete "
-            "checkpoint stands. Raise it, or leave it out"
+            f"{named}: shorter than a step and a save ({step_s:.1f} s and {self._longest_save_s:.1f} s), so a save "
+            "may fail then, and the last complete checkpoint stands. Ask for a longer warning, or save regularly "
+            "(checkpoint.every)"
         )
-
-    def _is_enough(self) -> bool:
-        if self._stop_before_s is None or self._longest_save_s is None:
-            return True
-        return max(self._steps_s) + self._longest_save_s <= self._stop_before_s
 
     def _needed_s(self) -> float:
         save_s = self._longest_save_s

@@ -93,8 +93,18 @@ def test_a_warning_time_shorter_than_a_step_and_a_save_is_said_once() -> None:
     assert mark.completed_save(20.0) is None
     said = mark.completed_save(26.0)
     assert said is not None
-    assert "launch.stop_before_s=30.0 is shorter than a step and a save (5.0 s and 26.0 s)" in said
+    assert said.startswith("launch.stop_before_s (30 s): shorter than a step and a save (5.0 s and 26.0 s)")
     assert mark.completed_save(27.0) is None
+
+
+def test_warnings_of_slurm_that_are_too_short_are_said() -> None:
+    mark = StopMark()
+    mark.set_limit(None, None, {"--signal=USR2@5": 5.0, "a preemption in partition low (GraceTime)": 60.0})
+    said = mark.completed_save(8.0)
+    assert said is not None
+    assert said.startswith("--signal=USR2@5 (5 s): shorter than a step and a save (0.0 s and 8.0 s)")
+    assert "GraceTime" not in said
+    assert "GraceTime" in str(mark.completed_save(61.0))
 
 
 def test_a_handler_that_was_replaced_is_named() -> None:
