@@ -45,6 +45,7 @@ hpc_train_run() {
     for signal in ${hpc_train_held[@]+"${hpc_train_held[@]}"}; do
         hpc_train_pass_on "$signal"
     done
+    hpc_train_held=()
     # A signal ends `wait`, not the program. 127 comes from a bash that gave the program's code once already.
     while true; do
         signals=$hpc_train_signals
@@ -52,6 +53,7 @@ hpc_train_run() {
         [ "$now" = 127 ] || code=$now
         [ "$signals" != "$hpc_train_signals" ] || break
     done
+    hpc_train_pid=
     case $code in
         2 | 3 | 4 | 5 | 10 | 11 | 12) ;;
         *) [ "$(hpc_train_look)" = "$hpc_train_outcome" ] || code=$(hpc_train_written "$code") ;;
@@ -155,6 +157,6 @@ hpc_train_look() {
 
 hpc_train_written() {
     local code
-    code=$(sed -n 's/^ *"exit_code": *\([0-9][0-9]*\),*$/\1/p' "$HPC_TRAIN_RUN_DIR/outcome.json")
+    code=$(sed -n 's/^ *"exit_code": *\([0-9][0-9]*\),*$/\1/p' "$HPC_TRAIN_RUN_DIR/outcome.json" 2>/dev/null) || code=
     echo "${code:-$1}"
 }

@@ -285,6 +285,7 @@ def outcome(code: int) -> str:
         # An earlier start's file says nothing, so a container that never starts is not requeued for ever.
         ("exit 255", 10, 255),
         ("exit 0", 10, 0),
+        ('rm "$HPC_TRAIN_RUN_DIR/outcome.json"; exit 255', 10, 255),
         # A code of ours was not lost.
         ('cp "$NEW" "$HPC_TRAIN_RUN_DIR/outcome.json"; exit 12', None, 12),
     ],
