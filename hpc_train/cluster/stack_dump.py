@@ -167,6 +167,16 @@ def status_field(pid: int, name: str, proc: Path = Path("/proc")) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), None)
 
 
+def read_environment(pid: int, proc: Path = Path("/proc")) -> dict[str, str]:
+    """The variables with which a process of the same user was started; empty for any other."""
+    try:
+        words = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (word.decode(errors="replace").partition("=") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
 def _own_pid(process: Path) -> int:
     """What os.getpid() gives inside the process, which may be in a pid namespace of its own."""
     numbers = status_field(int(process.name), "NSpid", process.parent)

@@ -38,7 +38,9 @@ from hpc_train.cluster.stack_dump import (
     parse_stacks,
     process_state,
     read_answer,
+    read_environment,
     read_stack_file,
+    status_field,
 )
 from hpc_train.plan.run_files import RANKS_FILE
 
@@ -94,9 +96,10 @@ def collect(run_dir: Path, node: str, job_key: str | None, *, timeout_s: float =
     for file, problem, threads in _ask(files, timeout_s):
         rank = rank_of.pop(file.pid, file.rank)
         found.append(_described(rank, node, file.pid, problem, threads))
-    for pid, rank in rank_of.items():
-        # A program of `exec`, which prepares nothing.
-        found.append(_described(rank, node, pid, "it is not made to answer", ()))
+    for rank, pid in _exec_programs(run_dir, node).items():
+        threads, why_not = _look_from_outside(pid)
+        problem = None if threads else f"a program of `exec` is not made to answer{why_not}"
+        found.append(RankStacks(rank, node, pid, problem, "py-spy" if threads else None, threads))
     gone = {entry["rank"]: entry["gone"] for entry in known if entry["gone"] is not None}
     for rank in sorted(_planned_ranks(run_dir, node) - {stacks.rank for stacks in found}):
         when = f"its process is gone since {gone[rank]}" if rank in gone else "there is no process of it on this node"
@@ -111,6 +114,24 @@ def _described(
         return RankStacks(rank, node, pid, None, "rank", threads)
     threads, why_not = _look_from_outside(pid)
     return RankStacks(rank, node, pid, f"{problem}{why_not}", "py-spy" if threads else None, threads)
+
+
+def _exec_programs(run_dir: Path, node: str) -> dict[int, int]:
+    """Rank to process of the programs that `exec` has started on this node, by the variables that it gave them."""
+    folder = os.path.realpath(run_dir)
+    ranks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            env = read_environment(int(entry.name))
+            given = env.get("HPC_TRAIN_RUN_DIR"), env.get("SLURMD_NODENAME", node)
+            if (
+                env.get("RANK", "").isdecimal()
+                and given[0]
+                and (os.path.realpath(given[0]), given[1]) == (folder, node)
+            ):
+                ranks[int(entry.name)] = int(env["RANK"])
+    # What a program starts inherits its variables.
+    return {rank: pid for pid, rank in ranks.items() if ranks.get(int(status_field(pid, "PPid") or 0)) != rank}
 
 
 def _agent_ranks(job_key: str | None) -> list[dict[str, Any]]:

@@ -116,6 +116,23 @@ def test_a_child_of_a_rank_that_inherits_its_file_is_no_rank(ranks: Ranks) -> No
     os.kill(children[0], signal.SIGKILL)
 
 
+def test_a_program_of_exec_which_prepares_nothing_is_looked_at_from_outside(tmp_path: Path) -> None:
+    inner = "import time\ndef waits():\n    print('ready', flush=True)\n    time.sleep(60)\nwaits()"
+    program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])"
+    env = {**os.environ, "RANK": "4", "HPC_TRAIN_RUN_DIR": str(tmp_path), "SLURMD_NODENAME": "n1"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (stacks,) = collect(tmp_path, "n1", None)
+        assert (stacks.rank, stacks.pid, stacks.problem, stacks.source) == (4, process.pid, None, "py-spy")
+        assert "_try_wait" in [frame.function for frame in stacks.threads[0].frames]
+        assert collect(tmp_path, "n2", None) == []
+    finally:
+        processes.kill_tree(process.pid)
+        process.communicate()
+
+
 def test_a_rank_of_the_plan_without_a_process_is_named(tmp_path: Path) -> None:
     (tmp_path / "ranks.tsv").write_text("rank\thost\n0\tn1\n1\tn2\n")
     (stacks,) = collect(tmp_path, "n1", None)

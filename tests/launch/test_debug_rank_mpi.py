@@ -66,6 +66,12 @@ def test_ctrl_c_breaks_into_a_rank_that_hangs_and_what_is_typed_there_sets_it_fr
     terminal.type(b"c\n")
     metrics = tmp_path / "run/metrics.jsonl"
     terminal.wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
+    stacks = [sys.executable, "-m", "hpc_train", "stacks", str(tmp_path / "run"), "--rank", "1", "--frames", "2"]
+    shown = ""
+    deadline = time.monotonic() + 60
+    while "1 rank: 1\n    _hang  " not in shown:
+        assert time.monotonic() < deadline, shown + terminal.seen
+        shown = subprocess.run(stacks, env=env, capture_output=True, text=True, timeout=60).stdout
     terminal.type(CTRL_C)
     terminal.wait_for("(rank 1) ")
     terminal.type(b"up\n")

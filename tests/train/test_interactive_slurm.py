@@ -44,6 +44,7 @@ def _line_after_the_first_step() -> int:
 def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_is_debugged_in_its_own_folder(
     slurm: Any, tmp_path: Path
 ) -> None:
+    """FC-01: the shell of an allocation has a task count and no rank; `run` starts srun itself, each time."""
     write_corpus(tmp_path / "corpus")
     fault = FaultPlan().fail(rank=3, step=4).environment()[VARIABLE]
     write_config(tmp_path, launch={"env": {VARIABLE: fault}}).rename(tmp_path / "bad.yaml")
