@@ -48,17 +48,31 @@ def cancel(run: Run) -> str:
 
 
 def _terminate(owner: Owner) -> None:
-    """TERM by a file descriptor of the process, so that no other process of the same id can get it."""
-    descriptor = os.pidfd_open(owner.pid)
+    """TERM, for which the run saves and ends; INT if it does not, which ends it at once.
+
+    By a file descriptor of the process, so that no other process of the same id can get it.
+    """
     try:
-        if start_ticks(owner.pid) == owner.start_ticks:
-            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        descriptor = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if start_ticks(owner.pid) == owner.start_ticks:
+                signal.pidfd_send_signal(descriptor, number)
+            if _has_ended(owner):
+                return
     except ProcessLookupError:
         return
     finally:
         os.close(descriptor)
+    raise LaunchError(f"process {owner.pid} got TERM and INT but still runs after {2 * _PATIENCE_S:.0f} s; see its log")
+
+
+def _has_ended(owner: Owner) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
     while start_ticks(owner.pid) == owner.start_ticks:
         if time.monotonic() > deadline:
-            raise LaunchError(f"process {owner.pid} got TERM but still runs after {_PATIENCE_S:.0f} s; see its log")
+            return False
         time.sleep(0.1)
+    return True

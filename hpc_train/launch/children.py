@@ -124,8 +124,8 @@ def descendants(root: int) -> list[int]:
 class Stopper:
     """Asks one child to end, or ends it in steps, and remembers what happened.
 
-    stop_signal: what the child's ranks understand as "save and end", sent on the first signal but SIGINT; None: they
-    understand nothing. `steps` are called one after another, GRACE_S apart, until the child has ended.
+    stop_signal: what the child's ranks understand as "save and end", sent on the first signal but SIGINT, which ends them
+    at once; None: they understand nothing. `steps` are called one after another, GRACE_S apart, until the child has ended.
     reason: why `stop` ended it. asked: the signal that asked for an end with a save. forced: the one that did not wait.
     """
 
@@ -154,9 +154,11 @@ class Stopper:
         name = signal.Signals(number).name
         if number in PASSED_ON and number != self._stop_signal:
             self._child.send_signal(number)
-        elif self._stop_signal is not None and self.asked is None and number != signal.SIGINT:
-            self.asked = f"the driver got {name}"
-            self._child.send_signal(self._stop_signal)
+        elif self._stop_signal is not None and number != signal.SIGINT:
+            # Slurm sends TERM more than once, to us and by our script: a repeat must not cut the save short.
+            if self.asked is None:
+                self.asked = f"the driver got {name}"
+                self._child.send_signal(self._stop_signal)
         else:
             self.forced = self.forced or f"the driver got {name}" + (" as well" if self.asked else "")
             self._end()

@@ -83,7 +83,7 @@ def test_a_running_job_is_cancelled_and_its_folder_can_be_gone_on_with(slurm: An
     cancelled = hpc_train(slurm, "cancel", job)
     assert cancelled.returncode == 0, cancelled.stderr
     wait_for("its end", lambda: (folder / "outcome.json").exists() and not (folder / "owner.json").exists())
-    assert json.loads((folder / "outcome.json").read_text())["outcome"] == "stopped"
+    assert json.loads((folder / "outcome.json").read_text())["outcome"] == "interrupted"
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     steps = last + 3
     again = hpc_train(
