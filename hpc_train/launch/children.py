@@ -125,7 +125,7 @@ class Stopper:
     """Asks one child to end, or ends it in steps, and remembers what happened.
 
     stop_signal: what the child's ranks understand as "save and end", sent on the first signal but SIGINT, which ends
-    them at once; None: they understand nothing. `steps` are called one after another, GRACE_S apart, until it has ended.
+    them at once; None: they understand nothing. `steps` are called one after another, GRACE_S apart, until it ends.
     reason: why `stop` ended it. asked: the signal that asked for an end with a save. forced: the one that did not wait.
     """
 
