@@ -83,12 +83,16 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of the axes; dp left out is what the world size leaves over."""
+    """Degrees of the axes; dp left out is what the world size leaves over.
+
+    layers_per_stage: how many layers each pipeline stage holds; left out, they are split by their cost.
+    """
 
     pp: Positive = 1
     dp: Positive | None = None
     cp: Positive = 1
     tp: Positive = 1
+    layers_per_stage: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _only_dp_so_far(self) -> ParallelConfig:
@@ -97,6 +101,15 @@ class ParallelConfig(Section):
                 raise ValueError(
                     f"parallel.{axis}={getattr(self, axis)} is not supported by this version: use {axis}=1 and dp"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_for_each_stage(self) -> ParallelConfig:
+        if self.layers_per_stage and len(self.layers_per_stage) != self.pp:
+            raise ValueError(
+                f"parallel.layers_per_stage has {len(self.layers_per_stage)} numbers and parallel.pp={self.pp} stages; "
+                "give one number for each stage, or leave it out to have the layers split by their cost"
+            )
         return self
 
 

@@ -7,10 +7,15 @@ from hpc_train.config import ModelConfig
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Weights that each token is multiplied with: all linears and the output head, not the embedding."""
+    return model.num_layers * layer_matmul_parameters(model) + model.vocab_size * model.hidden_size
+
+
+def layer_matmul_parameters(model: ModelConfig) -> int:
+    """Weights of one layer that each token is multiplied with."""
     h = model.hidden_size
     attention = h * h + 2 * h * model.kv_heads * model.head_size + h * h
     ffn = (3 if model.family == "llama" else 2) * h * model.ffn_size
-    return model.num_layers * (attention + ffn) + model.vocab_size * h
+    return attention + ffn
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:

@@ -1,0 +1,256 @@
+"""What each stage of a pipeline does, in order, as values; and the 1F1B plan.
+
+A pipeline is cut into global chunks of layers, 0 at the embedding; a stage holds one or more of them, its
+model_chunks. Its list of actions is executed in order, by these rules:
+
+- F, B and W keep the stage busy. F and B first wait for what they need from another stage.
+- `send` and `recv` are posted and not waited for: a recv is awaited by the F or B that needs it, a send at the
+  end of the list. So a recv that stands before an earlier F or B is received beside it.
+- Between two stages each direction is one channel, and the k-th send of a channel meets its k-th recv. NCCL
+  matches by that order and has no tags; as operations of one communicator run one after another, an executor on
+  NCCL needs a communicator for each direction.
+- `all_gather` and `reduce_scatter` of a model_chunk meet the same stage of the other pipelines; they are awaited
+  by the chunk's first F, and at the end of the list.
+- `offload` and `reload` move a micro-batch's activations off the device after F and back before B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from hpc_train.errors import ConfigError
+
+
+class Op(StrEnum):
+    """B is the whole backward, or that of the inputs alone in a schedule that has W, the backward of the weights."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    SEND = "send"
+    RECV = "recv"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.W})
+TRANSFERS = frozenset({Op.SEND, Op.RECV})
+COLLECTIVES = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
+
+
+class Payload(StrEnum):
+    """What travels between stages: activations from F to F, gradients of them from B to B."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+_TEXTS = {
+    Op.F: "the forward",
+    Op.B: "the backward",
+    Op.W: "the weight gradient",
+    Op.ALL_GATHER: "the all-gather",
+    Op.REDUCE_SCATTER: "the reduce-scatter",
+    Op.OFFLOAD: "the offload",
+    Op.RELOAD: "the reload",
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a stage's list.
+
+    micro_batch: None for collectives, which are of a whole model_chunk. model_chunk: the stage's own, the one that
+    made what is sent or needs what is received. peer, payload: of send and recv only.
+    """
+
+    op: Op
+    micro_batch: int | None = None
+    model_chunk: int = 0
+    peer: int | None = None
+    payload: Payload | None = None
+
+    def __post_init__(self) -> None:
+        transfer = self.op in TRANSFERS
+        if (self.peer is not None) != transfer or (self.payload is not None) != transfer:
+            raise ValueError(f"{self.op} has peer={self.peer} and payload={self.payload}: send and recv need both")
+        if (self.micro_batch is None) != (self.op in COLLECTIVES):
+            raise ValueError(
+                f"{self.op} has micro_batch={self.micro_batch}: collectives have none, other actions need one"
+            )
+
+    def describe(self) -> str:
+        """In words for messages: `the send of activation 3 to stage 1`."""
+        chunk = f" in model_chunk {self.model_chunk}" if self.model_chunk else ""
+        if self.op in TRANSFERS:
+            toward = "to" if self.op is Op.SEND else "from"
+            return f"the {self.op} of {self.payload} {self.micro_batch}{chunk} {toward} stage {self.peer}"
+        if self.op in COLLECTIVES:
+            return f"{_TEXTS[self.op]} of model_chunk {self.model_chunk}"
+        return f"{_TEXTS[self.op]} of micro-batch {self.micro_batch}{chunk}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pipeline's step: a list of actions for each stage. `check_schedule.check_schedule` says if it is sound.
+
+    chunks: for each stage the global chunk of each of its model_chunks; every global chunk is in exactly one place.
+    min_micro_batches: how many its planner needs; fewer are refused.
+    """
+
+    num_micro_batches: int
+    chunks: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+    min_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        places = sorted(chunk for stage in self.chunks for chunk in stage)
+        if not self.chunks or len({len(stage) for stage in self.chunks}) != 1 or places != list(range(len(places))):
+            raise ValueError(f"chunks={self.chunks} does not give every stage as many chunks and each chunk one stage")
+        if len(self.actions) != len(self.chunks):
+            raise ValueError(f"{len(self.actions)} lists of actions for {len(self.chunks)} stages; give one for each")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def num_model_chunks(self) -> int:
+        return len(self.chunks[0])
+
+    @property
+    def num_global_chunks(self) -> int:
+        return self.num_stages * self.num_model_chunks
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether B is the backward of the inputs alone, since the schedule has W actions."""
+        return any(action.op is Op.W for stage in self.actions for action in stage)
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Stage and model_chunk of each global chunk."""
+        return places_of(self.chunks)
+
+
+def places_of(chunks: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Stage and model_chunk of each global chunk, from the global chunks of each stage."""
+    by_chunk = {chunk: (stage, own) for stage, held in enumerate(chunks) for own, chunk in enumerate(held)}
+    return tuple(by_chunk[chunk] for chunk in range(len(by_chunk)))
+
+
+def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> int | None:
+    """The global chunk whose output an F or B needs, or None where a micro-batch enters or its loss is made."""
+    if action.op is Op.F:
+        chunk = chunks[stage][action.model_chunk] - 1
+        return chunk if chunk >= 0 else None
+    if action.op is Op.B:
+        chunk = chunks[stage][action.model_chunk] + 1
+        return chunk if chunk < sum(map(len, chunks)) else None
+    return None
+
+
+def plan_1f1b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """One forward, one backward: a stage keeps at most as many activations as there are stages from it to the end.
+
+    Stage i does num_stages - 1 - i forwards, then forward and backward in turn, then the backwards left over. With
+    equal costs the stages idle for (p - 1) / (m + p - 1) of the step.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, which would leave some stage idle in every phase.
+
+    Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP'19, with a flush
+    after each step; receives posted an action ahead as in MegaScale (NSDI'24).
+    """
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ConfigError(
+            f"a pipeline of {num_stages} stages with {num_micro_batches} micro-batches does nothing; give at least "
+            "1 stage and 1 micro-batch"
+        )
+    if num_micro_batches < num_stages:
+        raise ConfigError(
+            f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
+            f"micro-batches a step; 1F1B needs at least {num_stages}. Use parallel.pp={num_micro_batches} or less, or "
+            f"{num_stages} micro-batches or more by a larger train.global_batch_size, a smaller train.micro_batch_size "
+            "or a smaller parallel.dp."
+        )
+    compute = [_compute_1f1b(num_stages - 1 - stage, num_micro_batches) for stage in range(num_stages)]
+    chunks = tuple((stage,) for stage in range(num_stages))
+    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+
+
+def _compute_1f1b(num_ahead: int, num_micro_batches: int) -> list[Action]:
+    forwards = [Action(Op.F, index) for index in range(num_micro_batches)]
+    backwards = [Action(Op.B, index) for index in range(num_micro_batches)]
+    in_turn = [
+        action for pair in zip(forwards[num_ahead:], backwards[: -num_ahead or None], strict=True) for action in pair
+    ]
+    return [*forwards[:num_ahead], *in_turn, *backwards[num_micro_batches - num_ahead :]]
+
+
+def add_transfers(
+    compute: Sequence[Sequence[Action]], chunks: Sequence[Sequence[int]]
+) -> tuple[tuple[Action, ...], ...]:
+    """The stages' lists of F, B and W with the sends and receives that they need.
+
+    Each send stands right behind the action that makes its payload. Each receive stands one F, B or W ahead of the
+    action that needs it, so that it runs beside that one; or still earlier, where another receive of the same
+    channel stands that the sender sends later.
+    """
+    places = places_of(chunks)
+    consumers = [
+        {(action.op, action.micro_batch, action.model_chunk): index for index, action in enumerate(stage)}
+        for stage in compute
+    ]
+    # By stage and by index in its compute list: what is posted just before it, and just after it.
+    before: list[dict[int, list[Action]]] = [{} for _ in compute]
+    after: list[dict[int, Action]] = [{} for _ in compute]
+    channels: dict[tuple[int, int], list[tuple[int, Action]]] = {}
+    for stage, actions in enumerate(compute):
+        for index, action in enumerate(actions):
+            target = _target(action, stage, places, chunks)
+            if target is None or target[0] == stage:
+                continue
+            peer, own_there = target
+            payload = Payload.ACTIVATION if action.op is Op.F else Payload.GRADIENT
+            after[stage][index] = Action(Op.SEND, action.micro_batch, action.model_chunk, peer, payload)
+            receive = Action(Op.RECV, action.micro_batch, own_there, stage, payload)
+            needed = consumers[peer].get((action.op, action.micro_batch, own_there))
+            if needed is None:
+                wanted = Action(action.op, action.micro_batch, own_there).describe()
+                raise ValueError(f"stage {peer} never does {wanted}, which needs what stage {stage} makes")
+            channels.setdefault((stage, peer), []).append((needed, receive))
+    for (_, peer), receives in channels.items():
+        latest = len(compute[peer])
+        posts = []
+        for needed, receive in reversed(receives):
+            latest = min(latest, max(needed - 1, 0))
+            posts.append((latest, receive))
+        for index, receive in reversed(posts):
+            before[peer].setdefault(index, []).append(receive)
+    return tuple(
+        tuple(
+            entry
+            for index, action in enumerate(actions)
+            for entry in (*before[stage].get(index, ()), action, after[stage].get(index))
+            if entry is not None
+        )
+        for stage, actions in enumerate(compute)
+    )
+
+
+def _target(
+    action: Action, stage: int, places: Sequence[tuple[int, int]], chunks: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Stage and model_chunk that need what this action makes."""
+    chunk = chunks[stage][action.model_chunk]
+    if action.op is Op.F and chunk + 1 < len(places):
+        return places[chunk + 1]
+    if action.op is Op.B and chunk > 0:
+        return places[chunk - 1]
+    return None

@@ -1,0 +1,158 @@
+"""Which layers each pipeline stage holds: as the configuration says, or split by what they cost.
+
+A stage's cost is that of its layers, and on the first one of the embedding, on the last one of the head and the
+loss. The slowest stage sets the pace of the pipeline, so its cost is made as small as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from hpc_train.config import Config, ModelConfig
+from hpc_train.errors import ConfigError
+from hpc_train.plan.cost import layer_matmul_parameters
+
+# Operations on each logit in the forward and backward of the loss (derived: maximum, difference, exponential, sum;
+# then scale and difference). Hardly anything beside the head's 6 * hidden_size.
+LOSS_FLOPS_PER_LOGIT = 6
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What one micro-batch costs, forward and backward, in floating-point operations."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    head_and_loss: int
+
+
+def model_costs(
+    model: ModelConfig,
+    seq_len: int,
+    micro_batch_size: int = 1,
+    recompute: Literal["none", "selective", "full"] = "none",
+) -> ModelCosts:
+    """Costs of each layer and of the two ends of a model, by the same count as `cost.flops_per_token`.
+
+    recompute: selective does the attention products' forward again in the backward, full the whole layer's. The
+    embedding only copies rows and counts as nothing.
+    """
+    tokens = seq_len * micro_batch_size
+    linears = 6 * layer_matmul_parameters(model)
+    products = 12 * model.hidden_size * seq_len
+    # A backward is twice a forward, so the forward is a third.
+    again = {"none": 0, "selective": products // 3, "full": (linears + products) // 3}[recompute]
+    layer = tokens * (linears + products + again)
+    head_and_loss = tokens * model.vocab_size * (6 * model.hidden_size + LOSS_FLOPS_PER_LOGIT)
+    return ModelCosts((layer,) * model.num_layers, 0, head_and_loss)
+
+
+def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] = "none") -> tuple[range, ...]:
+    """The layers of each stage of a run: parallel.layers_per_stage if given, else split by modelled cost.
+
+    Raises:
+        ConfigError: more stages than layers, or layers_per_stage that do not add up to model.num_layers.
+    """
+    model, parallel = config.model, config.parallel
+    costs = model_costs(model, config.data.seq_len, config.train.micro_batch_size, recompute)
+    by_cost = split_layers(costs.layers, costs.embedding, costs.head_and_loss, parallel.pp)
+    if parallel.layers_per_stage is None:
+        return by_cost
+    if sum(parallel.layers_per_stage) != model.num_layers:
+        raise ConfigError(
+            f"parallel.layers_per_stage={list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)} "
+            f"layers, and model.num_layers={model.num_layers}. By their cost they would be {list(map(len, by_cost))}; "
+            "use that, or leave layers_per_stage out."
+        )
+    return _ranges(parallel.layers_per_stage)
+
+
+def split_layers(costs: Sequence[int], first_extra: int, last_extra: int, num_stages: int) -> tuple[range, ...]:
+    """Cut the layers into consecutive stages of at least one, so that the most expensive stage is cheapest.
+
+    Among the cuts with that highest cost the one with the smallest sum of squares is taken, so that the other stages
+    are even too, and among those the one with fewest layers on the first stage, then the second and so on: the
+    first stages keep most micro-batches' activations. For interleaved schedules num_stages counts all chunks.
+
+    Args:
+        costs: Cost of each layer, whole numbers in any unit.
+        first_extra: What the first stage has beside layers: the embedding.
+        last_extra: What the last stage has beside layers: the head and the loss.
+        num_stages: Into how many stages to cut.
+
+    Raises:
+        ConfigError: more stages than layers, or no stage.
+    """
+    if num_stages < 1 or not costs:
+        raise ConfigError(f"{len(costs)} layers on {num_stages} stages: give at least 1 layer and 1 stage")
+    if num_stages > len(costs):
+        raise ConfigError(
+            f"parallel.pp={num_stages} stages cannot share model.num_layers={len(costs)}, since each holds a layer or "
+            f"more. Use parallel.pp={len(costs)} or less, or more layers."
+        )
+    if min(*costs, first_extra, last_extra) < 0:
+        raise ValueError(f"costs must be 0 or more: {list(costs)}, {first_extra}, {last_extra}")
+    sums = [0, *accumulate(costs)]
+    stage_cost = _StageCost(sums, first_extra, last_extra)
+    highest = _lowest_maximum(stage_cost, num_stages)
+    return _ranges(_evenest(stage_cost, num_stages, highest))
+
+
+@dataclass(frozen=True)
+class _StageCost:
+    """Cost of the stage with layers start .. stop - 1; the ends are where layers begin and end."""
+
+    sums: Sequence[int]
+    first_extra: int
+    last_extra: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sums) - 1
+
+    def __call__(self, start: int, stop: int) -> int:
+        extra = (self.first_extra if start == 0 else 0) + (self.last_extra if stop == self.num_layers else 0)
+        return self.sums[stop] - self.sums[start] + extra
+
+
+def _lowest_maximum(stage_cost: _StageCost, num_stages: int) -> int:
+    """The cost of the most expensive stage of the best cut."""
+    num_layers = stage_cost.num_layers
+    # best[start]: of the layers from start on, cut into the number of stages reached so far.
+    best: dict[int, int] = {start: stage_cost(start, num_layers) for start in range(num_layers)}
+    for behind in range(1, num_stages):
+        best = {
+            start: min(max(stage_cost(start, stop), best[stop]) for stop in range(start + 1, num_layers - behind + 1))
+            for start in range(num_layers - behind)
+        }
+    return best[0]
+
+
+def _evenest(stage_cost: _StageCost, num_stages: int, highest: int) -> list[int]:
+    """Numbers of layers, no stage above `highest`, by the smallest sum of squares, then the fewest layers first."""
+    num_layers = stage_cost.num_layers
+    best: dict[int, tuple[int, list[int]]] = {
+        start: (cost**2, [num_layers - start])
+        for start in range(num_layers)
+        if (cost := stage_cost(start, num_layers)) <= highest
+    }
+    for behind in range(1, num_stages):
+        best = {
+            start: min(choices)
+            for start in range(num_layers - behind)
+            if (
+                choices := [
+                    (cost**2 + best[stop][0], [stop - start, *best[stop][1]])
+                    for stop in range(start + 1, num_layers - behind + 1)
+                    if stop in best and (cost := stage_cost(start, stop)) <= highest
+                ]
+            )
+        }
+    return best[0][1]
+
+
+def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise([0, *accumulate(counts)]))
