@@ -40,6 +40,7 @@ from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher, with_options
+from hpc_train.launch.stage_env import stage_for_ranks
 from hpc_train.launch.stop_times import stop_signal_of, stop_variables
 from hpc_train.plan.run import Plan, plan_run
 from hpc_train.plan.run_files import CONFIG_FILE, PLAN_FILE, RANKS_FILE, write_atomically
@@ -152,14 +153,17 @@ def _plan_and_prepare(
     job_log.say(f"variables for the ranks: {'; '.join(lines)}")
     for warning in allocation.warnings:
         job_log.say(f"warning: {warning}")
+    staged = stage_for_ranks(config.launch, launcher, allocation.nodes, rank_env, job_log.say)
+    own_python, rank_env = (staged.python, staged.rank_env(rank_env)) if staged else (sys.executable, rank_env)
     write_plan(run_dir, plan)
     write_atomically(run_dir / CONFIG_FILE, dump_yaml(config))
     write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
     text = record.banner(attempt, claim.owner.job_id)
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
-    python = config.launch.rank_python or sys.executable
+    python = config.launch.rank_python or own_python
     command = (*wrap, python, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
-    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal_of(config.launch))
+    stop_signal = stop_signal_of(config.launch)
+    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal, agent_python=own_python)
     return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 
 

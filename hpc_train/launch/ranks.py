@@ -73,6 +73,7 @@ class RanksToStart:
     launcher: SrunLauncher | MpirunLauncher
     stop_signal: int | None = None
     show_all: bool = False
+    agent_python: str = sys.executable
     terminal: DebugTerminal | None = None
 
 
@@ -182,7 +183,7 @@ def _launcher_argv(start: RanksToStart) -> list[str]:
 
 def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
     """Agents come after the ranks, which never wait for them; without one a run is poorer, not broken."""
-    command = [sys.executable, "-m", "hpc_train.health.agent", "--run-dir", str(start.run_dir)]
+    command = [start.agent_python, "-m", "hpc_train.health.agent", "--run-dir", str(start.run_dir)]
     command += ["--job-key", start.env[JOB_KEY_VARIABLE]]
     nodes = start.allocation.nodes
     if isinstance(start.launcher, MpirunLauncher):

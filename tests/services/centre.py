@@ -57,7 +57,7 @@ def build_centre(parent: Path | None = None) -> Centre:
     """Make a centre; about 15 s. Nothing in it is writable for other users."""
     root = Path(tempfile.mkdtemp(prefix="hpc_train-centre-", dir=parent))
     root.chmod(0o755)
-    python = _open_python(root / "python")
+    python = open_python(root / "python")
     software = root / "software"
     release = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site_packages = software / "lib" / release / "site-packages"
@@ -150,31 +150,31 @@ def _site_modules(modules: Path, site_packages: Path, libmpi: Path) -> None:
         (modules / name / "1.0").write_text(f"#%Module1.0\n{tcl} {variable} {value}\n")
 
 
-def _open_python(folder: Path) -> Path:
-    """This Python's base if everybody can start it, else a copy of it below `folder`."""
+def open_python(folder: Path) -> Path:
+    """This Python's base if everybody can start it, else a copy of it, with pip, below `folder`."""
     base = Path(os.path.realpath(sys._base_executable))  # type: ignore[attr-defined]
     if all(parent.stat().st_mode & stat.S_IXOTH for parent in base.parents):
         return base
+    program = copy_python(folder)
+    link_packages(folder / "lib" / program.name / "site-packages", needed_packages("pip"))
+    return program
+
+
+def copy_python(folder: Path) -> Path:
+    """A copy of this Python's base below `folder`, without packages; its program."""
+    base = Path(os.path.realpath(sys._base_executable))  # type: ignore[attr-defined]
     prefix = Path(sys.base_prefix)
     release = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    skipped = {
-        "site-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "turtledemo",
-        "__phello__",
-        f"config-{sys.version_info.major}",
-    }
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "__phello__"}
     library = prefix / "lib" / release
     for path in library.rglob("*"):
-        if path.is_file() and not skipped.intersection(path.relative_to(library).parts):
-            link(path, folder / "lib" / release / path.relative_to(library))
+        inside = path.relative_to(library)
+        if path.is_file() and not skipped.intersection(inside.parts) and not inside.parts[0].startswith("config-"):
+            link(path.resolve(), folder / "lib" / release / inside)
     for shared in (prefix / "lib").glob("libpython*.so*"):
         link(shared.resolve(), folder / "lib" / shared.name)
-    link(base, folder / "bin" / base.name)
-    link_packages(folder / "lib" / release / "site-packages", needed_packages("pip"))
-    return folder / "bin" / base.name
+    link(base, folder / "bin" / release)
+    return folder / "bin" / release
 
 
 def _call(command: list[str | Path], env: Mapping[str, str] | None = None) -> str:
