@@ -4,6 +4,7 @@
 #   env/make_wheelhouse.sh --out DIR [--python PYTHON] [--extras A,B] [--index-url URL] [--only-hpc-train]
 #
 # PYTHON must be of the release, and this machine of the processor type, that the centre has.
+# pip's own settings hold: PIP_CONSTRAINT=FILE with `torch==2.13.0` in it chooses that torch.
 # --index-url: another index for torch and the rest, such as the PyTorch project's CPU index.
 # --only-hpc-train: our wheel alone, for a centre whose own Python or modules bring torch and the rest.
 set -euo pipefail

@@ -77,6 +77,15 @@ if [[ -f $wheelhouse/SHA256SUMS ]]; then
 fi
 [[ -n $version ]] || version=$(basename "$wheel" | cut -d- -f2)
 
+if [[ -n $libmpi ]]; then
+    [[ $libmpi == /* && -f $libmpi ]] || die "--libmpi $libmpi is no file with an absolute path. It is the MPI's" \
+        "libmpi.so, libmpi.so.12 or libmpi.so.40."
+    [[ $(head -c 4 "$libmpi" | tail -c 3) == ELF ]] ||
+        die "--libmpi $libmpi is no shared library (a wheel's libmpi.so is a text: give the one with a number)"
+fi
+[[ -z $mpi_module || -n $libmpi ]] || die "--mpi-module $mpi_module without --libmpi: then another MPI could be" \
+    "loaded than the module's. After \`module load $mpi_module\`, look for lib/libmpi.so in its folder."
+
 exe=$(command -v "$python") || die "there is no program $python. On a centre: module avail python; then --python."
 "$exe" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
     die "$python is no Python 3.11, 3.12 or 3.13 ($("$exe" --version 2>&1)). Give another by --python."
@@ -94,14 +103,6 @@ closed=$(barred "$base")
 closed=$(barred "$prefix/x")
 [[ -z $closed ]] || die "--prefix $prefix: other users may not enter $closed ($(stat -c %A "$closed")). chmod a+x it, or" \
     "choose another folder."
-if [[ -n $libmpi ]]; then
-    [[ $libmpi == /* && -f $libmpi ]] || die "--libmpi $libmpi is no file with an absolute path. It is the MPI's" \
-        "libmpi.so, libmpi.so.12 or libmpi.so.40."
-    [[ $(head -c 4 "$libmpi" | tail -c 3) == ELF ]] ||
-        die "--libmpi $libmpi is no shared library (a wheel's libmpi.so is a text: give the one with a number)"
-fi
-[[ -z $mpi_module || -n $libmpi ]] || die "--mpi-module $mpi_module without --libmpi: then another MPI could be" \
-    "loaded than the module's. After \`module load $mpi_module\`, look for lib/libmpi.so in its folder."
 mkdir -p "$prefix" "$module_dir/hpc_train" 2>/dev/null || true
 [[ -w $prefix ]] || die "$prefix cannot be written by $(id -un)"
 [[ -w $module_dir/hpc_train ]] || die "$module_dir/hpc_train cannot be written by $(id -un)"
@@ -110,7 +111,7 @@ mkdir -p "$prefix" "$module_dir/hpc_train" 2>/dev/null || true
 
 target=$prefix/$version
 stamp=$target/.hpc_train
-state=$(printf '%s\n' "$(sha256sum <"$wheel")" "$base" "$extras" "$system" | sha256sum | cut -d' ' -f1)
+state=$(printf '%s\n' "$(sha256sum <"$wheel")" "$wheelhouse"/*.whl "$base" "$extras" "$system" | sha256sum | cut -d' ' -f1)
 half=$prefix/.$version.unfinished # says that what lies in the target is ours, and not whole
 if [[ -f $stamp && $(<"$stamp") == "$state" ]]; then
     say "$target is there already, made from the same things"

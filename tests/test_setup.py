@@ -108,3 +108,73 @@ def test_setup_system_does_nothing_when_all_is_there(tmp_path: Path) -> None:
     done = _run("setup_system.sh", fakes=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "present: slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl" in done.stdout
+
+
+@pytest.fixture
+def wheelhouse(tmp_path: Path) -> Path:
+    folder = tmp_path / "wheelhouse"
+    folder.mkdir()
+    (folder / "hpc_train-0.1.0-py3-none-any.whl").touch()
+    return folder
+
+
+def _setup_centre(open_folder: Path, wheelhouse: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    prefix = open_folder / "apps"
+    done = _run("setup_centre.sh", "--prefix", str(prefix), "--wheelhouse", str(wheelhouse), *arguments)
+    assert not prefix.exists(), "something was written before all was known to work"
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--wheelhouse", "/nowhere"], "there is no folder /nowhere"),
+        (["--libmpi", "/etc/passwd"], "is no shared library"),
+        (["--libmpi", "lib/libmpi.so"], "is no file with an absolute path"),
+        (["--mpi-module", "openmpi/5.0"], "without --libmpi"),
+        (["--mpi-module", 'x"; os.execute("id")'], "only letters, digits"),
+        (["--version", "a/b"], "has a slash in it"),
+        (["--scratch", "scratch"], "is not an absolute path"),
+        (["--python", "/nowhere/python3"], "there is no program /nowhere/python3"),
+        (["--root", "x"], "unknown argument: --root"),
+    ],
+)
+def test_setup_centre_refuses_what_would_not_work(
+    arguments: list[str], message: str, open_folder: Path, wheelhouse: Path
+) -> None:
+    done = _setup_centre(open_folder, wheelhouse, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_setup_centre_refuses_a_python_that_users_cannot_start(open_folder: Path, wheelhouse: Path) -> None:
+    """A Python in somebody's home folder."""
+    home = open_folder / "home"
+    home.mkdir()
+    _fake(home, "python3", f'[ "$1" = -c ] || exec python3 "$@"; case $2 in *realpath*) echo {home}/python3;; esac')
+    home.chmod(0o700)
+    done = _setup_centre(open_folder, wheelhouse, "--python", str(home / "python3"))
+    assert done.returncode == 2
+    assert f"the Python {home}/python3 lies under {home}, which other users may not enter (drwx------)" in done.stderr
+
+
+def test_setup_centre_wants_one_wheel_of_hpc_train(open_folder: Path, wheelhouse: Path) -> None:
+    (wheelhouse / "hpc_train-0.2.0-py3-none-any.whl").touch()
+    assert "has several wheels of hpc_train" in _setup_centre(open_folder, wheelhouse).stderr
+    for wheel in wheelhouse.iterdir():
+        wheel.unlink()
+    assert "has no hpc_train-*.whl" in _setup_centre(open_folder, wheelhouse).stderr
+
+
+def test_make_wheelhouse_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    for arguments, message in (
+        ([], "--out DIR is missing"),
+        ([*out, "--extras", "tset"], "there is no extra named tset"),
+        ([*out, "--python", "/nowhere/python3"], "is no Python 3.11, 3.12 or 3.13 that works"),
+        ([*out, "--pip", "x"], "unknown argument: --pip"),
+    ):
+        done = _run("make_wheelhouse.sh", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+    assert not (tmp_path / "out").exists()
