@@ -155,17 +155,25 @@ def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> in
     return None
 
 
-def plan_1f1b(num_stages: int, num_micro_batches: int) -> Schedule:
+def plan_1f1b(num_stages: int, num_micro_batches: int, *, eager: bool = False) -> Schedule:
     """One forward, one backward: a stage keeps at most as many activations as there are stages from it to the end.
 
     Stage i does num_stages - 1 - i forwards, then forward and backward in turn, then the backwards left over. With
-    equal costs the stages idle for (p - 1) / (m + p - 1) of the step.
+    equal costs the stages idle for (p - 1) / (m + p - 1) of the step. A message's way there and an answer's way back
+    then lie between a stage's forward and backward, at the price of one way a micro-batch.
+
+    Args:
+        num_stages: Stages of the pipeline, a chunk each.
+        num_micro_batches: Of this pipeline and step; other pipelines may have other numbers.
+        eager: Twice as many forwards ahead, which hides those ways for almost twice the activations on the first
+            stages.
 
     Raises:
         ConfigError: fewer micro-batches than stages, which would leave some stage idle in every phase.
 
     Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP'19, with a flush
-    after each step; receives posted an action ahead as in MegaScale (NSDI'24).
+    after each step; receives posted an action ahead as in MegaScale (NSDI'24). Eager: Zhuang et al., "On optimizing
+    the communication of model parallelism", MLSys'23.
     """
     if num_stages < 1 or num_micro_batches < 1:
         raise ConfigError(
@@ -179,7 +187,8 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> Schedule:
             f"{num_stages} micro-batches or more by a larger train.global_batch_size, a smaller train.micro_batch_size "
             "or a smaller parallel.dp."
         )
-    compute = [_compute_1f1b(num_stages - 1 - stage, num_micro_batches) for stage in range(num_stages)]
+    ahead = [(2 if eager else 1) * (num_stages - 1 - stage) for stage in range(num_stages)]
+    compute = [_compute_1f1b(min(number, num_micro_batches), num_micro_batches) for number in ahead]
     chunks = tuple((stage,) for stage in range(num_stages))
     return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
 

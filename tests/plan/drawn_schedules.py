@@ -1,0 +1,41 @@
+"""Hypothesis strategies for sound schedules: 1F1B, those written by hand, and any order in which the work can go."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers, plan_1f1b
+from tests.plan.hand_schedules import BY_HAND
+
+Chunks = tuple[tuple[int, ...], ...]
+
+
+@st.composite
+def orders_of_work(draw: st.DrawFn) -> tuple[int, Chunks, list[list[Action]]]:
+    """Micro-batches, chunks, and each stage's F, B and maybe W in the order of a random execution."""
+    num_stages = draw(st.integers(1, 3))
+    num_model_chunks = draw(st.integers(1, 2))
+    num_micro_batches = draw(st.integers(1, 3))
+    split = draw(st.booleans())
+    order = draw(st.permutations(range(num_stages * num_model_chunks)))
+    chunks = tuple(tuple(order[stage::num_stages]) for stage in range(num_stages))
+    places = {chunk: (stage, own) for stage, held in enumerate(chunks) for own, chunk in enumerate(held)}
+    last = len(places) - 1
+    compute: list[list[Action]] = [[] for _ in chunks]
+    ready = [(Op.F, index, 0) for index in range(num_micro_batches)]
+    while ready:
+        op, index, chunk = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        stage, own = places[chunk]
+        compute[stage].append(Action(op, index, own))
+        if op is Op.F:
+            ready.append((Op.F, index, chunk + 1) if chunk < last else (Op.B, index, chunk))
+        elif op is Op.B:
+            ready += [(Op.B, index, chunk - 1)] if chunk else []
+            ready += [(Op.W, index, chunk)] if split else []
+    return num_micro_batches, chunks, compute
+
+
+def sound_schedules() -> st.SearchStrategy[Schedule]:
+    drawn = orders_of_work().map(lambda order: Schedule(order[0], order[1], add_transfers(order[2], order[1])))
+    one_f_one_b = st.integers(1, 4).flatmap(lambda p: st.builds(plan_1f1b, st.just(p), st.integers(p, p + 3)))
+    return st.one_of(drawn, one_f_one_b, st.sampled_from(list(BY_HAND.values())))
