@@ -83,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     from hpc_train.health.doctor.arguments import add_doctor_parser
 
     add_doctor_parser(commands)
+    from hpc_train.checkpoint.arguments import add_ckpt_parser
+
+    add_ckpt_parser(commands)
     add_interactive_parsers(commands)
     report = commands.add_parser(
         "report",
@@ -177,6 +180,12 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor_command(options)
 
 
+def _ckpt(options: argparse.Namespace) -> int:
+    from hpc_train.checkpoint.command import run_ckpt_command
+
+    return run_ckpt_command(options)
+
+
 def _report(options: argparse.Namespace) -> int:
     from hpc_train.observe.report import report_command
 
@@ -194,5 +203,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "shell": _shell,
     "stacks": _stacks,
     "doctor": _doctor,
+    "ckpt": _ckpt,
     "report": _report,
 }

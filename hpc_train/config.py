@@ -176,12 +176,16 @@ class OptimizerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved (0: only at the end), how many are kept (0: all), and what a failed save does."""
+    """When the state is saved (0: only at the end), how many are kept (0: all), and what a failed save does.
+
+    init_from: a checkpoint or run folder whose weights a run begins with that has no checkpoint of its own yet.
+    """
 
     every: NonNegative = 0
     keep: NonNegative = 0
     at_end: bool = True
     resume: bool = True
+    init_from: str | None = None
     on_error: Literal["stop", "continue"] = "stop"
 
 

@@ -50,6 +50,14 @@ def _megatron() -> str | None:
     return None
 
 
+def _transformers() -> str | None:
+    try:
+        from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+    except Exception as error:
+        return f"transformers does not import: {error!r}"
+    return None
+
+
 def _gpu() -> str | None:
     import torch
 
@@ -80,6 +88,7 @@ SERVICES: dict[str, Callable[[], str | None]] = {
     "mpi": _mpi,
     "mpi_brands": _mpi_brands,
     "megatron": _megatron,
+    "transformers": _transformers,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_train.cli import main, split_at_dashes
 
-COMMANDS = ["data", "doctor", "run", "submit", "exec", "status", "logs", "cancel", "report"]
+COMMANDS = ["data", "doctor", "run", "submit", "exec", "status", "logs", "cancel", "ckpt", "report"]
 
 
 @pytest.mark.parametrize("words", [[], *[[command] for command in COMMANDS]])

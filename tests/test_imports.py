@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "models": ["config"],
     "parallel": ["config", "plan", "comm", "models"],
     "data": ["config", "plan", "comm"],
-    "checkpoint": ["config", "plan", "comm"],
+    "checkpoint": ["config", "cluster", "plan", "comm"],
     "train": _BELOW_TRAIN,
     # Data only: recipes are YAML, _share is where slurm/ and env/ go when installed.
     "recipes": [],

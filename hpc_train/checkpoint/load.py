@@ -57,6 +57,14 @@ def load_newest(root: Path, pieces: Sequence[StatePiece], world: World) -> Loade
     return None
 
 
+def load_pieces(path: Path, pieces: Sequence[StatePiece]) -> str | None:
+    """Fill pieces from one checkpoint, converting types; what is wrong with it as a sentence, or None."""
+    try:
+        return _fill(path, read_manifest(path), pieces)
+    except CheckpointError as error:
+        return str(error)
+
+
 def _agreed_manifest(path: Path, pieces: Sequence[StatePiece], world: World) -> Manifest:
     manifest, error = None, None
     try:

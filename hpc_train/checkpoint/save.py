@@ -24,7 +24,7 @@ import torch
 
 from hpc_train.checkpoint import folder as folders
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredBox, StoredTensor
-from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.state import Piece, StatePiece
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.plan.flat import Box
@@ -49,7 +49,7 @@ def save_checkpoint(
     is_writer = world.rank == 0
     temporary = _agreed_path(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
     try:
-        notes = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world))
+        notes = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world.rank))
         gathered = [note for notes_of_rank in world.control.all_gather(notes) for note in notes_of_rank]
         _agreed(world, root, lambda: _finish(temporary, step, gathered, values) if is_writer else None)
     except HpcTrainError:
@@ -59,6 +59,20 @@ def save_checkpoint(
     final = _agreed_path(world, root, lambda: folders.commit(temporary, root, step) if is_writer else None)
     _agreed(world, root, lambda: folders.prune(root, keep) if is_writer else None)
     return final
+
+
+def write_alone(folder: Path, step: int, pieces: Sequence[Piece], values: dict[str, Any]) -> None:
+    """Write a whole checkpoint from this process into an empty folder, one piece in memory at a time.
+
+    Raises:
+        CheckpointError: it could not be written, or the pieces do not cover each tensor exactly once.
+    """
+    try:
+        _finish(folder, step, _write_pieces(folder, pieces, rank=0), values)
+    except HpcTrainError:
+        raise
+    except Exception as problem:
+        raise CheckpointError(f"the checkpoint could not be written: {_in_words(problem, folder)}") from problem
 
 
 def _agreed(world: World, root: Path, phase: Callable[[], Any]) -> Any:
@@ -91,7 +105,7 @@ def _agreed_path(world: World, root: Path, phase: Callable[[], Path | None]) -> 
     return Path(world.control.broadcast(str(path)))
 
 
-def _write_pieces(temporary: Path, pieces: Sequence[StatePiece], world: World) -> list[dict[str, Any]]:
+def _write_pieces(temporary: Path, pieces: Sequence[Piece], rank: int) -> list[dict[str, Any]]:
     """Write this rank's file and describe each piece in it. Imports torch's checkpoint package (2 s) at first use."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
@@ -101,7 +115,7 @@ def _write_pieces(temporary: Path, pieces: Sequence[StatePiece], world: World) -
         return []
     writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, overwrite=False)
     empty = SavePlan([])
-    plan = writer.prepare_global_plan([empty] * world.rank + [SavePlan(_write_items(pieces))])[world.rank]
+    plan = writer.prepare_global_plan([empty] * rank + [SavePlan(_write_items(pieces))])[rank]
     results = writer.write_data(plan, _planner_for(pieces)).wait()
     by_key = {(piece.name, piece.box.offsets): piece for piece in pieces}
     notes = []
@@ -109,13 +123,13 @@ def _write_pieces(temporary: Path, pieces: Sequence[StatePiece], world: World) -
         stored = result.storage_data
         piece = by_key[result.index.fqn, tuple(result.index.offset or ())]
         start, num_bytes, crc32 = _raw_payload(temporary / stored.relative_path, stored.offset, stored.length)
-        if num_bytes != piece.data.numel() * piece.data.element_size():
-            raise CheckpointError(f"{piece.name}: {num_bytes} bytes were written for {piece.data.numel()} elements")
+        if num_bytes != piece.box.num_elements * piece.dtype.itemsize:
+            raise CheckpointError(f"{piece.name}: {num_bytes} bytes were written for {piece.box.num_elements} elements")
         notes.append(
             {
                 "name": piece.name,
                 "shape": piece.shape,
-                "dtype": str(piece.data.dtype).removeprefix("torch."),
+                "dtype": str(piece.dtype).removeprefix("torch."),
                 "offsets": piece.box.offsets,
                 "sizes": piece.box.sizes,
                 "file": stored.relative_path,
@@ -140,7 +154,7 @@ def _wait_for_folder(path: Path, patience_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def _write_items(pieces: Sequence[StatePiece]) -> list[Any]:
+def _write_items(pieces: Sequence[Piece]) -> list[Any]:
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         MetadataIndex,
@@ -154,7 +168,7 @@ def _write_items(pieces: Sequence[StatePiece]) -> list[Any]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)),
-                properties=TensorProperties(dtype=piece.data.dtype),
+                properties=TensorProperties(dtype=piece.dtype),
                 size=torch.Size(piece.shape),
             ),
         )
@@ -162,15 +176,15 @@ def _write_items(pieces: Sequence[StatePiece]) -> list[Any]:
     ]
 
 
-def _planner_for(pieces: Sequence[StatePiece]) -> Any:
+def _planner_for(pieces: Sequence[Piece]) -> Any:
     """The part of torch's SavePlanner that its file writer asks: the tensor behind a write item."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    tensors = {(piece.name, piece.box.offsets): piece.data.view(piece.box.sizes) for piece in pieces}
+    by_key = {(piece.name, piece.box.offsets): piece for piece in pieces}
 
     class BoxPlanner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> torch.Tensor:
-            return tensors[write_item.index.fqn, tuple(write_item.index.offset)]
+            return by_key[write_item.index.fqn, tuple(write_item.index.offset)].tensor()
 
     return BoxPlanner()
 
@@ -233,7 +247,7 @@ def _finish(temporary: Path, step: int, notes: list[dict[str, Any]], values: dic
         if covered != whole:
             raise CheckpointError(f"{name}: the ranks' pieces hold {covered} elements of {whole}")
     _write_torch_metadata(temporary, notes)
-    files = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
+    files = {entry.name: entry.stat().st_size for entry in os.scandir(temporary) if entry.is_file()}
     manifest = Manifest(step, values, tensors, files)
     with open(temporary / MANIFEST_FILE, "w", encoding="utf-8") as file:
         file.write(manifest.to_json())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,3 +22,31 @@ class StatePiece:
     shape: tuple[int, ...]
     box: Box
     data: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """The box in its shape."""
+        return self.data.view(self.box.sizes)
+
+
+@dataclass(frozen=True)
+class DeferredPiece:
+    """A box that is made when it is written and not kept: what is larger than memory can be saved.
+
+    make: gives the box in its shape, contiguous.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    def tensor(self) -> torch.Tensor:
+        return self.make()
+
+
+Piece = StatePiece | DeferredPiece

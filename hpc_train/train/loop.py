@@ -129,6 +129,18 @@ def restore(run: Run, loaded: Loaded) -> None:
             warn(f"the blend changed (data.allow_changed_blend=true): {change}")
 
 
+def begin_from(run: Run, source: str) -> None:
+    """Take the weights of another run or of a converted model, and nothing else of it. Collective over all ranks."""
+    from hpc_train.checkpoint.init_from import load_weights
+    from hpc_train.checkpoint.model_tensors import ModelSpec
+
+    spec = ModelSpec(run.config.model, run.config.data.seq_len)
+    path = load_weights(source, state_pieces(run.trainer), spec, run.world)
+    run.trainer.parameters.publish_parameters()
+    if run.world.rank == 0:
+        say(f"begins with the weights of {path}")
+
+
 def save(run: Run) -> bool:
     """Save a checkpoint of the step just completed, true if that went well. Collective over all ranks.
 

@@ -167,10 +167,13 @@ def _train(run_dir: Path, config: Config, world: World, stop: StopMark, debugger
         warning_times = json.loads(env.get(WARNING_TIMES_VARIABLE, "{}"))
         stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s, warning_times)
     _check_space(run_dir, run.trainer, world)
+    loaded = None
     if config.checkpoint.resume:
         loaded = load_newest(run_dir / CHECKPOINTS_FOLDER, loop.state_pieces(run.trainer), world)
         if loaded is not None:
             loop.restore(run, loaded)
+    if loaded is None and config.checkpoint.init_from is not None:
+        loop.begin_from(run, config.checkpoint.init_from)
     if run.metrics is not None:
         run.metrics.forget_after(run.step)
     if world.rank == 0:

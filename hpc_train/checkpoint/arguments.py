@@ -1,0 +1,98 @@
+"""The arguments of `hpc-train ckpt`. Imports argparse alone: `--help` must start at once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_EXAMPLES = """\
+examples:
+  hpc-train ckpt ls runs/llama/123
+  hpc-train ckpt verify runs/llama/123                      every stored byte of the newest checkpoint
+  hpc-train ckpt convert Llama-2-7b-hf init/llama-7b        from Hugging Face; begin with checkpoint.init_from
+  hpc-train ckpt convert runs/llama/123 out/llama --dtype bf16
+"""
+
+
+def add_ckpt_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add `ckpt` with its commands; `args.ckpt_command` says which one was given."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "ckpt",
+        help="list, check and convert checkpoints",
+        description="List, check and convert checkpoints.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="ckpt_command", metavar="COMMAND", required=True)
+    _add_ls(commands)
+    _add_verify(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_ls(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ls",
+        help="the checkpoints of a run",
+        description="List the checkpoints of a run: step, size, age, and what is wrong with one that is not whole.",
+        epilog="example:\n  hpc-train ckpt ls runs/llama/123\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder, or a folder of checkpoints")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read every byte of a checkpoint and compare checksums",
+        description="Read every stored byte of a checkpoint and compare checksums. Ends with code 5 on damage.",
+        epilog="examples:\n  hpc-train ckpt verify runs/llama/123\n  hpc-train ckpt verify runs/llama/123 --all\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run folder for its newest one")
+    parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="to and from Hugging Face folders",
+        description="Convert a Hugging Face folder (Llama or GPT-2: config.json, safetensors) to a checkpoint, or a "
+        "checkpoint of any mesh to a Hugging Face folder; SRC says which way. Memory is bounded by the largest "
+        "tensor. Tokenizer files go along.",
+        epilog="examples:\n"
+        "  hpc-train ckpt convert Llama-2-7b-hf init/llama-7b\n"
+        "      then checkpoint.init_from=init/llama-7b, and the model section of init/llama-7b/model.yaml\n"
+        "  hpc-train ckpt convert runs/llama/123 out/llama --dtype bf16 --tokenizer Llama-2-7b-hf\n"
+        "  hpc-train ckpt convert runs/llama/123/checkpoints/step_0001000 out/llama-1000\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SRC", help="Hugging Face folder, checkpoint, or run folder (its newest one)")
+    parser.add_argument("target", metavar="DST", help="folder to make; it must not exist")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights (default: as stored)")
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="to Hugging Face: largest file, such as 5GB or 500MB (default: files as the model came in, else 5GB)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="to Hugging Face: a tokenizer.json, or a folder whose tokenizer files go along",
+    )
+    parser.add_argument(
+        "--config", metavar="CONFIG", help="to Hugging Face: the configuration of a checkpoint outside its run folder"
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="from Hugging Face: a key of config.json that is unknown here and changes nothing",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")

@@ -1,0 +1,107 @@
+"""`hpc-train ckpt ls`, `ckpt verify` and `ckpt convert`: call, print, exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from hpc_train.errors import CheckpointError, ConfigError, ExitCode
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def run_ckpt_command(args: Namespace) -> int:
+    """Carry out what `arguments.add_ckpt_parser` parsed; gives the exit code."""
+    return {"ls": ls_command, "verify": verify_command, "convert": convert_command}[args.ckpt_command](args)
+
+
+def ls_command(args: Namespace) -> int:
+    from hpc_train.checkpoint.find import checkpoints_folder
+    from hpc_train.checkpoint.verify import list_checkpoints
+
+    root = checkpoints_folder(Path(args.run))
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder; give a run folder, or one with checkpoints")
+    listed = list_checkpoints(root)
+    if args.json:
+        tree = [{**vars(item), "path": str(item.path)} for item in listed]
+        print(json.dumps(tree, indent=1))
+        return ExitCode.DONE
+    if not listed:
+        print(f"no checkpoints in {root}")
+    for item in listed:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written_at))
+        state = item.problem or f"{item.num_bytes / 2**20:.1f} MiB, {item.num_tensors} tensors"
+        print(f"{item.path.name}  {written}  {state}{'  (latest)' if item.is_latest else ''}")
+    return ExitCode.DONE
+
+
+def verify_command(args: Namespace) -> int:
+    from hpc_train.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
+    from hpc_train.checkpoint.folder import steps_newest_first
+    from hpc_train.checkpoint.verify import verify
+
+    path = Path(args.path)
+    chosen = [path]
+    if not is_checkpoint(path):
+        every = [found for _, found in steps_newest_first(checkpoints_folder(path))]
+        chosen = every if args.all and every else [find_checkpoint(path)]
+    damaged = 0
+    for checkpoint in chosen:
+        try:
+            problems = list(verify(checkpoint))
+        except CheckpointError as error:
+            problems = [str(error)]
+        damaged += bool(problems)
+        print(f"{checkpoint}: {'damaged' if problems else 'sound'}", flush=True)
+        for problem in problems:
+            print(f"  {problem}")
+    return ExitCode.CHECKPOINT if damaged else ExitCode.DONE
+
+
+def convert_command(args: Namespace) -> int:
+    from hpc_train.checkpoint.convert_hf import convert
+
+    start = time.monotonic()
+    done = convert(
+        Path(args.source),
+        Path(args.target),
+        dtype=args.dtype,
+        max_shard_bytes=parse_size(args.max_shard_size) if args.max_shard_size else None,
+        config=args.config,
+        tokenizer=Path(args.tokenizer) if args.tokenizer else None,
+        ignore=args.ignore,
+    )
+    seconds = time.monotonic() - start
+    if args.json:
+        tree = {
+            "target": str(done.target),
+            "direction": done.direction,
+            "model": done.spec.model.model_dump(mode="json"),
+            "seq_len": done.spec.max_seq_len,
+            "num_parameters": done.num_parameters,
+            "num_bytes": done.num_bytes,
+            "dtypes": done.dtypes,
+            "carried": done.carried,
+        }
+        print(json.dumps(tree, indent=1))
+        return ExitCode.DONE
+    print(
+        f"{done.target}: {done.spec.model.family} {done.direction}, {done.num_parameters / 1e6:.2f} M parameters, "
+        f"{' and '.join(done.dtypes)}, {done.num_bytes / 2**20:.1f} MiB in {seconds:.1f} s"
+    )
+    print(f"carried along: {', '.join(done.carried) or 'no tokenizer file'}", file=sys.stderr)
+    return ExitCode.DONE
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 5GB, 500MB, 2GiB or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]I?B|)", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise ConfigError(f"--max-shard-size {text} is not a size; write 5GB, 500MB, 2GiB or a number of bytes")
+    return size

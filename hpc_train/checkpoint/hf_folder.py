@@ -1,0 +1,86 @@
+"""What both ways of a conversion share: the folder's other files, a type change that loses no number, the rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.checkpoint.folder import flush_folder
+from hpc_train.checkpoint.model_tensors import ModelSpec
+from hpc_train.errors import CheckpointError
+
+HF_CONFIG = "config.json"
+# Beside the weights in a Hugging Face folder: what a tokenizer and a generation are made of.
+CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. dtypes: the types of its tensors, by torch's names."""
+
+    target: Path
+    direction: str
+    spec: ModelSpec
+    num_parameters: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    carried: tuple[str, ...]
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The tensor in another type; a number that the type cannot hold is refused, not made infinite."""
+    converted = tensor.to(dtype)
+    may_overflow = tensor.dtype != dtype and dtype != torch.float32
+    if may_overflow and bool((converted.isinf() & ~tensor.isinf()).any()):
+        largest, kind = float(tensor.abs().max()), str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} has values up to {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}. Convert with "
+            f"--dtype {'bf16' if dtype == torch.float16 else 'fp32'}."
+        )
+    return converted
+
+
+def carry(source: Path, target: Path, names: Collection[str]) -> tuple[str, ...]:
+    found = tuple(name for name in names if (source / name).is_file())
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+@contextmanager
+def renamed_when_done(target: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when the block ends well and is removed when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        flush_folder(temporary)
+        os.rename(temporary, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    flush_folder(target.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a JSON object")
+    return tree

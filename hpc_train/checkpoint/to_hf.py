@@ -1,0 +1,98 @@
+"""From a checkpoint of ours, of any mesh, to a Hugging Face folder; one tensor or block of rows in memory at a time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hpc_train.checkpoint import safetensors_files as files
+from hpc_train.checkpoint.find import HF_FOLDER
+from hpc_train.checkpoint.hf_config import write_hf_config
+from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
+from hpc_train.checkpoint.hf_names import HfTensor, hf_tensors
+from hpc_train.checkpoint.manifest import Manifest, read_manifest
+from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, require_model
+from hpc_train.checkpoint.rows import read_rows, read_whole
+from hpc_train.checkpoint.safetensors_files import Entry
+from hpc_train.cluster.limits import require_free_bytes
+from hpc_train.errors import CheckpointError, ConfigError
+
+
+def export_hf(
+    checkpoint: Path,
+    target: Path,
+    dtype: str | None,
+    spec: ModelSpec,
+    max_shard_bytes: int | None,
+    tokenizer: Path | None,
+) -> Converted:
+    """A Hugging Face folder from the weights of a checkpoint."""
+    manifest = read_manifest(checkpoint)
+    require_model(checkpoint, manifest, spec)
+    entries = [_entry(checkpoint, manifest, hf, dtype) for hf in hf_tensors(spec).values()]
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    require_free_bytes(target, num_bytes, "the model", CheckpointError)
+    kept = checkpoint / HF_FOLDER
+    base = read_json(kept / HF_CONFIG) if (kept / HF_CONFIG).is_file() else None
+    dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
+    with renamed_when_done(target) as temporary:
+        files.write_folder(temporary, _shards(entries, kept, max_shard_bytes))
+        files.write_json(temporary / HF_CONFIG, write_hf_config(spec, dtypes[0], base))
+        carried = carry(kept, temporary, CARRIED)
+        if tokenizer is not None:
+            carried = tuple(sorted({*carried, *_carry_tokenizer(tokenizer, temporary)}))
+    count = sum(math.prod(entry.shape) for entry in entries)
+    return Converted(target, "to Hugging Face", spec, count, num_bytes, tuple(dtypes), carried)
+
+
+def _entry(checkpoint: Path, manifest: Manifest, hf: HfTensor, dtype: str | None) -> Entry:
+    stored = [manifest.tensors[MODEL_PREFIX + part].dtype for part in hf.parts]
+    # q, k and v that lie in one tensor there share its type: the widest, though ours are always alike.
+    written = dtype or min(stored, key=STORED_TYPES.index)
+    return Entry(hf.name, written, hf.shape, partial(_hf_blocks, checkpoint, manifest, hf, getattr(torch, written)))
+
+
+def _hf_blocks(checkpoint: Path, manifest: Manifest, hf: HfTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of a tensor as Hugging Face stores it."""
+    names = [MODEL_PREFIX + part for part in hf.parts]
+    if len(names) == 1 and not hf.is_transposed:
+        for block in read_rows(checkpoint, names[0], manifest.tensors[names[0]]):
+            yield _raw(as_dtype(block, dtype, names[0]))
+        return
+    whole = torch.empty(hf.shape, dtype=dtype)
+    column = 0
+    for name in names:
+        part = as_dtype(read_whole(checkpoint, name, manifest.tensors[name]), dtype, name)
+        part = part.t() if hf.is_transposed else part
+        whole[..., column : column + part.shape[-1]] = part
+        column += part.shape[-1]
+    yield _raw(whole)
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _shards(entries: list[Entry], kept: Path, max_bytes: int | None) -> list[list[Entry]]:
+    """Files as they were where the model came from, unless a size is given; else by size."""
+    index = files.read_index(kept) if max_bytes is None else None
+    if index is None or set(index) != {entry.name for entry in entries}:
+        came_single = max_bytes is None and (kept / HF_CONFIG).is_file() and index is None
+        return [entries] if came_single else files.split_shards(entries, max_bytes or 5 * 10**9)
+    names = sorted(set(index.values()))
+    return [[entry for entry in entries if index[entry.name] == name] for name in names]
+
+
+def _carry_tokenizer(tokenizer: Path, target: Path) -> tuple[str, ...]:
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, target / "tokenizer.json")
+        return ("tokenizer.json",)
+    carried = carry(tokenizer, target, CARRIED)
+    if not carried:
+        raise ConfigError(f"--tokenizer {tokenizer} has none of the files {', '.join(CARRIED)}")
+    return carried
