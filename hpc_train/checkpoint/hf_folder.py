@@ -42,8 +42,11 @@ class Converted:
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """The tensor in another type; a number that the type cannot hold is refused, not made infinite."""
     converted = tensor.to(dtype)
-    may_overflow = tensor.dtype != dtype and dtype != torch.float32
-    if may_overflow and bool((converted.isinf() & ~tensor.isinf()).any()):
+    if tensor.dtype == dtype or dtype == torch.float32:
+        return converted
+    # Least and largest first: they need no further memory, and say all unless there are infinities or NaN.
+    ends = torch.stack(converted.aminmax())
+    if not bool(ends.isfinite().all()) and bool((converted.isinf() & ~tensor.isinf()).any()):
         largest, kind = float(tensor.abs().max()), str(dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{name} has values up to {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}. Convert with "

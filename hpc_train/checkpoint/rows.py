@@ -13,8 +13,8 @@ from hpc_train.checkpoint.manifest import StoredBox, StoredTensor
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
-BLOCK_BYTES = 32 << 20
-"""Largest block of rows that a conversion holds (assumed: large enough for a parallel file system's stripes)."""
+BLOCK_BYTES = 16 << 20
+"""Largest block of rows; a conversion holds a few (assumed: large enough for a parallel file system's stripes)."""
 
 
 def row_blocks(shape: tuple[int, ...], item_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
@@ -40,8 +40,7 @@ def read_rows(folder: Path, name: str, tensor: StoredTensor) -> Iterator[torch.T
     checksums = dict.fromkeys(range(len(tensor.boxes)), 0)
     for start, stop in row_blocks(tensor.shape, dtype.itemsize):
         wanted = Box((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
-        block = torch.empty(wanted.sizes, dtype=dtype)
-        filled = 0
+        block, filled = None, 0
         for index, stored in enumerate(tensor.boxes):
             shared = stored.box.intersection(wanted)
             if shared is None:
@@ -50,10 +49,16 @@ def read_rows(folder: Path, name: str, tensor: StoredTensor) -> Iterator[torch.T
             checksums[index] = zlib.crc32(raw.data, checksums[index])
             if shared.offsets[0] + shared.sizes[0] == stored.box.offsets[0] + stored.box.sizes[0]:
                 _check(folder, name, stored, checksums[index])
-            block[shared.slices_within(wanted)] = torch.from_numpy(raw).view(dtype).view(shared.sizes)
+            run = torch.from_numpy(raw).view(dtype).view(shared.sizes)
+            if shared == wanted:
+                block = run
+            else:
+                block = torch.empty(wanted.sizes, dtype=dtype) if block is None else block
+                block[shared.slices_within(wanted)] = run
             filled += shared.num_elements
-        if filled != block.numel():
+        if block is None or filled != wanted.num_elements:
             raise CheckpointError(f"{folder}: {name} is stored with gaps: rows {start} to {stop} are not whole")
+        del raw, run  # not kept while the caller works
         yield block
 
 

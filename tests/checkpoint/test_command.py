@@ -1,0 +1,95 @@
+"""`hpc-train ckpt` as typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.checkpoint.command import parse_size
+from hpc_train.cli import main
+from hpc_train.errors import ConfigError, ExitCode
+from tests.checkpoint.hf_folders import SPECS, make_hf_folder, weights, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, the newer of which lacks a byte."""
+    root = tmp_path / "run/checkpoints"
+    for step in (3, 12):
+        write_checkpoint(root / f"step_{step:07d}", SPECS["llama"], weights(SPECS["llama"]))
+    (root / "latest").write_text("step_0000012\n")
+    (data,) = (root / "step_0000012").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    return tmp_path / "run"
+
+
+def test_ls_shows_what_is_there_and_what_is_wrong_with_it(run, capsys):
+    assert main(["ckpt", "ls", str(run)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step_0000003  20")
+    assert first.endswith("MiB, 21 tensors")
+    assert second.startswith("step_0000012  20")
+    assert "the manifest says" in second
+    assert second.endswith("(latest)")
+    assert main(["ckpt", "ls", "--json", str(run / "checkpoints")]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert [(item["step"], item["is_latest"], item["problem"] is None) for item in tree] == [
+        (3, False, True), (12, True, False),
+    ]  # fmt: skip
+
+
+def test_ls_of_nothing(tmp_path, capsys):
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    assert "no checkpoints in" in capsys.readouterr().out
+    assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == ExitCode.CHECKPOINT
+
+
+def test_verify_reads_every_byte(run, capsys):
+    assert main(["ckpt", "verify", str(run)]) == 0
+    assert "step_0000003: sound" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(run), "--all"]) == ExitCode.CHECKPOINT
+    said = capsys.readouterr().out
+    assert "step_0000012: damaged" in said
+    assert "step_0000003: sound" in said
+    older = run / "checkpoints/step_0000003"
+    tensors = json.loads((older / "manifest.json").read_text())["tensors"]
+    (box,) = tensors["model.head.weight"]["boxes"]
+    with open(older / box["file"], "r+b") as file:
+        file.seek(box["start"] + box["num_bytes"] - 1)
+        file.write(b"\x11")
+    assert main(["ckpt", "verify", str(older)]) == ExitCode.CHECKPOINT
+    assert f"model.head.weight: the bytes at {box['start']} of" in capsys.readouterr().out
+
+
+def test_convert_says_what_it_wrote(tmp_path, capsys):
+    hf = make_hf_folder(tmp_path, "gpt")
+    assert main(["ckpt", "convert", str(hf), str(tmp_path / "ours"), "--dtype", "bf16"]) == 0
+    assert "gpt from Hugging Face, 0.01 M parameters, bfloat16" in capsys.readouterr().out
+    target = str(tmp_path / "back")
+    assert main(["ckpt", "convert", str(tmp_path / "ours"), target, "--max-shard-size", "4KB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["direction"] == "to Hugging Face"
+    assert told["model"]["hidden_size"] == 16
+    assert (tmp_path / "back/model.safetensors.index.json").exists()
+    assert main(["ckpt", "convert", str(hf), target]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(f"hpc-train: error: {target} exists")
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("5GB", "1.5 kb", "2GiB", "77")] == [5 * 10**9, 1500, 2**31, 77]
+    for text in ("", "five", "-1GB", "0", "5TB", "1e3"):
+        with pytest.raises(ConfigError, match="is not a size"):
+            parse_size(text)
+
+
+def test_ls_and_verify_leave_torch_alone(run):
+    code = (
+        "import sys\nfrom hpc_train.cli import main\n"
+        "assert main(['ckpt', 'ls', sys.argv[1]]) == 0\nassert main(['ckpt', 'verify', sys.argv[1]]) == 0\n"
+        "found = sorted({'torch', 'mpi4py'} & set(sys.modules))\nassert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True, timeout=60)
