@@ -24,6 +24,7 @@ from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import (
+    END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
     fill_unset,
     training_defaults,
@@ -113,7 +114,7 @@ def _drive_claimed(
         if outcome is None:
             times = {**env, **stop_variables(config.launch, env, job, run_dir, _limit_end(request, begin))}
             start = _plan_and_prepare(request, times, found, job, claim, attempt, job_log)
-            outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say))
+            outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say), stop_signal=start.stop_signal)
             if is_batch:
                 outcome = record.bound_by_progress(outcome, run_folder.num_stalled(run_dir, job_id), config.launch)
     except Interrupted as interruption:
@@ -151,6 +152,8 @@ def _plan_and_prepare(
     job_log.say(f"plan {plan.hash[:12]}: {plan.world_size} ranks, {plan.mesh.describe()}")
     job_log.say(site.reason)
     job_log.say(f"variables for the ranks: {'; '.join(lines)}")
+    if job is not None and END_TIME_VARIABLE not in env and request.debug_rank is None:
+        job_log.say("note: no time limit of this job is known, so only a signal makes the run save and end before it")
     for warning in allocation.warnings:
         job_log.say(f"warning: {warning}")
     staged = stage_for_ranks(config.launch, launcher, allocation.nodes, rank_env, job_log.say)

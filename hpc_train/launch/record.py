@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,10 @@ class Outcome:
     failure: dict[str, Any] | None
 
 
-def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> Outcome:
+def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop_signal: int | None = None) -> Outcome:
     """From the first failure's record, else from what a rank wrote, else from how the launcher ended.
 
+    stop_signal: what asks ranks to save and end. It ends a rank that is still starting; the run goes on all the same.
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
     """
     if end.stopped is not None:
@@ -100,7 +102,12 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False) -> O
             str(written.get("reason", "all ranks ended well")),
             None,
         )
-    interruption = end.asked or next((line for line in end.said if _SLURM_ENDED_IT.search(line)), None)
+    by_stop_signal = None
+    if stop_signal is not None and end.code in (128 + stop_signal, -stop_signal):
+        by_stop_signal = f"a rank got {signal.Signals(stop_signal).name} before it could handle it"
+    interruption = (
+        end.asked or by_stop_signal or next((line for line in end.said if _SLURM_ENDED_IT.search(line)), None)
+    )
     if interruption is not None:
         reason = f"{interruption}; the ranks ended before they could save, so the last complete checkpoint stands"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)

@@ -78,3 +78,11 @@ def test_the_recorded_environment_has_what_matters_and_no_secrets() -> None:
         "WANDB_API_KEY": "x", "AWS_SECRET": "x", "EDITOR": "vi", "TORCH_AUTH": "x",
     }  # fmt: skip
     assert environment_text(env) == 'NCCL_DEBUG="INFO"\nPATH="/bin"\nSLURM_JOB_ID="7"\n'
+
+
+def test_ranks_that_the_stop_signal_ended_while_they_started_are_started_again(tmp_path: Path) -> None:
+    """USR2 comes to all processes of a step, also to those that have no handler yet."""
+    decided = decide_outcome(tmp_path, RanksEnd(140), stop_signal=12)
+    assert (decided.outcome, decided.exit_code) == ("interrupted", 10)
+    assert "a rank got SIGUSR2 before it could handle it" in decided.reason
+    assert decide_outcome(tmp_path, RanksEnd(140)).exit_code == 1
