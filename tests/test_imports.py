@@ -39,7 +39,10 @@ MAY_IMPORT = {
 FREE = ["__init__", "__main__", "cli"]
 
 TORCH_FREE_PARTS = ["errors", "log", "config", "cluster", "plan", "launch", "health", "observe", "recipes"]
-TORCH_FREE_MODULES = ["hpc_train.data.build", "hpc_train.data.index", "hpc_train.data.tokenizer"]
+TORCH_FREE_MODULES = [
+    *(f"hpc_train.data.{name}" for name in ("build", "index", "tokenizer")),
+    *(f"hpc_train.checkpoint.{name}" for name in ("command", "find", "hf_config", "hf_names", "verify")),
+]
 NOT_ON_A_LOGIN_NODE = ["torch", "mpi4py", "cupy"]
 
 

@@ -40,7 +40,7 @@ def _add_ls(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="run folder, or a folder of checkpoints")
+    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder of checkpoints")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
@@ -83,7 +83,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="to Hugging Face: a tokenizer.json, or a folder whose tokenizer files go along",
+        help="to Hugging Face: a tokenizer.json, or a folder whose tokenizer files and token ids go along",
     )
     parser.add_argument(
         "--config", metavar="CONFIG", help="to Hugging Face: the configuration of a checkpoint outside its run folder"

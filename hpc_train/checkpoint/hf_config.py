@@ -153,12 +153,19 @@ def _read_llama(tree: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, A
         "norm_eps": tree.get("rms_norm_eps", 1e-6),
         "init_std": tree.get("initializer_range") or 0.02,
     }
-    return values, tree.get("max_position_embeddings") or 2048
+    longest = _required({"max_position_embeddings": 2048, **tree}, ("max_position_embeddings",), faults)
+    return values, longest["max_position_embeddings"]
 
 
 def _read_rope(tree: Mapping[str, Any], faults: list[str]) -> float:
     """The base of RoPE's frequencies, from the keys of transformers 4 or 5; any other RoPE is a fault."""
-    rope = {**(tree.get("rope_scaling") or {}), **(tree.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = tree.get(key) or {}
+        if not isinstance(given, dict):
+            faults.append(f"{key}={given!r}: an object is needed, or null")
+            given = {}
+        rope |= given
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         key = "rope_parameters" if tree.get("rope_parameters") else "rope_scaling"

@@ -38,7 +38,8 @@ def export_hf(
     num_bytes = sum(entry.num_bytes for entry in entries)
     require_free_bytes(target, num_bytes, "the model", CheckpointError)
     kept = checkpoint / HF_FOLDER
-    base = read_json(kept / HF_CONFIG) if (kept / HF_CONFIG).is_file() else None
+    configs = [folder / HF_CONFIG for folder in (kept, tokenizer) if folder is not None]
+    base = next((read_json(path) for path in configs if path.is_file()), None)
     dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
     with renamed_when_done(target) as temporary:
         files.write_folder(temporary, _shards(entries, kept, max_shard_bytes))

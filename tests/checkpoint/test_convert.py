@@ -118,6 +118,23 @@ def test_tokenizer_files_go_along_and_weights_of_other_kinds_do_not(tmp_path):
     assert (tmp_path / "back2/tokenizer.json").read_text() == "another"
 
 
+def test_a_trained_model_gets_the_tokenizer_and_the_token_ids_of_the_folder_named(tmp_path):
+    """A run's own checkpoint has no files of the model that it began with."""
+    hf = make_hf_folder(tmp_path, "llama")
+    (hf / "tokenizer.json").write_text("{}")
+    _change_config(hf, {"eos_token_id": 5, "max_position_embeddings": 999, "rope_scaling": None})
+    done = convert(tmp_path / "made-of", tmp_path / "out", tokenizer=hf)
+    assert done.carried == ("tokenizer.json",)
+    tree = json.loads((tmp_path / "out/config.json").read_text())
+    assert (tree["eos_token_id"], tree["max_position_embeddings"]) == (5, 999)
+    _change_config(hf, {"num_hidden_layers": 7, "rms_norm_eps": 1e-6})
+    convert(tmp_path / "made-of", tmp_path / "out2", tokenizer=hf)
+    tree = json.loads((tmp_path / "out2/config.json").read_text())
+    assert (tree["eos_token_id"], tree["num_hidden_layers"], tree["rms_norm_eps"]) == (5, 2, 2e-5)
+    with pytest.raises(ConfigError, match="has none of the files"):
+        convert(tmp_path / "made-of", tmp_path / "out3", tokenizer=tmp_path / "nowhere")
+
+
 def test_a_tied_head_that_is_stored_as_well_is_taken_only_if_it_is_the_embedding(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -155,6 +172,11 @@ _REFUSED = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling=", "plain RoPE"]),
     ("llama", {"rope_parameters": {**_YARN, "rope_theta": 1e6}}, ["rope_parameters=", "plain RoPE"]),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor=0.5", "1.0"]),
+    (
+        "llama",
+        {"rope_scaling": "linear", "max_position_embeddings": "x"},
+        ["rope_scaling='linear'", "ion_embeddings='x'"],
+    ),
     ("llama", {"attention_bias": True}, ["attention_bias=True: computed is False"]),
     ("llama", {"mlp_bias": True, "hidden_act": "gelu"}, ["mlp_bias=True", "hidden_act='gelu': computed is 'silu'"]),
     ("llama", {"head_dim": 8}, ["head_dim=8: computed is hidden_size/num_attention_heads = 4"]),
