@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
+from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher, with_options
@@ -81,7 +83,8 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     claim = run_folder.claim(run_dir, owner, job_is_live)
     with terminations_raise(stop_signal_of(request.config.launch)):
         try:
-            return _drive_claimed(request, env, found, job, claim, begin)
+            with room_needed(run_dir):
+                return _drive_claimed(request, env, found, job, claim, begin)
         finally:
             claim.release()
 
@@ -123,7 +126,9 @@ def _drive_claimed(
     except BaseException as error:
         code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
         failed = record.Outcome("failed", code, f"before the ranks started: {error or type(error).__name__}", None)
-        record.write_outcome(run_dir, failed, attempt=attempt, job_id=job_id)
+        with suppress(OSError):
+            # A file system that is full is what failed; that is what is to be said.
+            record.write_outcome(run_dir, failed, attempt=attempt, job_id=job_id)
         raise
     record.write_outcome(run_dir, outcome, attempt=attempt, job_id=job_id)
     if outcome.failure is not None:

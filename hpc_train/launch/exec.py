@@ -25,6 +25,7 @@ from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch import exec_task, record, run_folder
 from hpc_train.launch.children import terminations_raise
 from hpc_train.launch.driver import describe_allocation, find_job, run_variables, write_plan
+from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.rendezvous import RendezvousServer
@@ -55,7 +56,8 @@ def exec_command(options: Namespace) -> int:
     claim = run_folder.claim(run_dir, owner, job_is_live)
     with terminations_raise():
         try:
-            return _exec_claimed(options, env, found, job, allocation, claim)
+            with room_needed(run_dir):
+                return _exec_claimed(options, env, found, job, allocation, claim)
         finally:
             claim.release()
 

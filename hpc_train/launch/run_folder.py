@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import ConfigError
+from hpc_train.launch.file_errors import reason, room_needed
 from hpc_train.log import FAILURE_FILE, timestamp
-from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, LOGS_FOLDER, OUTCOME_FILE, read_json
+from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, LOGS_FOLDER, OUTCOME_FILE, append_line, read_json
 
 # Told to the ranks: where the run is, and that a driver started them, for the how-manieth time.
 RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
@@ -62,12 +63,11 @@ class Claim:
     def begin_attempt(self) -> int:
         """Count one more start, 1 for the first; the previous one's records get its number into their names."""
         attempt = len(read_attempts(self.run_dir)) + 1
+        record = {"attempt": attempt, **asdict(self.owner), "saved_step": newest_saved_step(self.run_dir)}
+        append_line(self.run_dir / ATTEMPTS_FILE, json.dumps(record))
         for name in (FAILURE_FILE, OUTCOME_FILE):
             if (self.run_dir / name).exists():
                 os.replace(self.run_dir / name, self.run_dir / f"{Path(name).stem}-{attempt - 1}.json")
-        record = {"attempt": attempt, **asdict(self.owner), "saved_step": newest_saved_step(self.run_dir)}
-        with (self.run_dir / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
         return attempt
 
     def release(self) -> None:
@@ -121,7 +121,8 @@ def claim(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]
         ConfigError: owned by a live run, or by one that cannot be checked from here; names it and the cure.
     """
     make_folder(run_dir)
-    return Claim(run_dir, owner, _link_owner(run_dir, owner, job_is_live))
+    with room_needed(run_dir):
+        return Claim(run_dir, owner, _link_owner(run_dir, owner, job_is_live))
 
 
 def make_folder(run_dir: Path) -> None:
@@ -129,7 +130,7 @@ def make_folder(run_dir: Path) -> None:
     try:
         (run_dir / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise ConfigError(f"the run folder {run_dir} cannot be made: {problem.strerror}") from problem
+        raise ConfigError(f"the run folder {run_dir} cannot be made: {reason(problem)}") from problem
     if not os.access(run_dir, os.W_OK):
         raise ConfigError(f"the run folder {run_dir} is not writable; give another one by --run-dir")
 
@@ -141,11 +142,13 @@ def new_folder(parent: Path, name: str) -> Path:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
-        except FileExistsError:
+            (folder / LOGS_FOLDER).mkdir()
+        except FileExistsError as problem:
+            if not parent.is_dir():
+                raise ConfigError(f"the run folder {folder} cannot be made: {reason(problem)}") from problem
             continue
         except OSError as problem:
-            raise ConfigError(f"the run folder {folder} cannot be made: {problem.strerror}") from problem
-        (folder / LOGS_FOLDER).mkdir()
+            raise ConfigError(f"the run folder {folder} cannot be made: {reason(problem)}") from problem
         return folder
     raise ConfigError(f"{parent} has a thousand folders named {name}; remove some")
 
@@ -198,9 +201,9 @@ def _link_owner(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool |
     path = run_dir / OWNER_FILE
     descriptor, name = tempfile.mkstemp(prefix=f".{OWNER_FILE}.", dir=run_dir)
     temporary = Path(name)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(owner), file)
     try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(owner), file)
         for _ in range(_CLAIM_TRIES):
             if _link(temporary, path):
                 return None

@@ -32,6 +32,24 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, whole or not at all; one process at a time may do so."""
+    data = f"{line}\n".encode()
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            written = file.write(data)
+            while written < len(data):
+                written += file.write(data[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            if size:
+                file.truncate(size)
+            else:
+                path.unlink()
+            raise
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file, or None where there is none that can be read."""
     try:

@@ -13,6 +13,7 @@ import pytest
 from hpc_train.errors import ConfigError
 from hpc_train.launch import run_folder
 from hpc_train.launch.run_folder import Claim, Owner, claim, this_process
+from tests.launch.configs import write_config
 
 
 def never_asked(job_id: str) -> bool:
@@ -121,6 +122,42 @@ def test_each_attempt_is_counted_and_the_records_of_the_last_one_are_kept(tmp_pa
     assert (tmp_path / "outcome-1.json").exists()
     assert not (tmp_path / "failure.json").exists()
     assert [attempt["attempt"] for attempt in run_folder.read_attempts(tmp_path)] == [1, 2]
+
+
+def test_a_start_that_does_not_fit_on_the_disk_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk on which a part of a line still fits."""
+    program = (
+        "import sys; from hpc_train.launch.run_folder import *; from hpc_train.launch.file_errors import room_needed; "
+        "from pathlib import Path; import resource\n"
+        "held = claim(Path(sys.argv[1]), this_process('here'), None)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))\n"
+        "try:\n"
+        "    with room_needed(held.run_dir):\n"
+        "        for _ in range(5): print(held.begin_attempt())\n"
+        "except ConfigError as problem: print(problem)\n"
+        "held.release()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    *starts, refusal = done.stdout.splitlines()
+    assert "cannot be written: File too large. Make room" in refusal
+    assert starts == ["1", "2"]
+    assert [attempt["attempt"] for attempt in run_folder.read_attempts(tmp_path)] == [1, 2]
+    assert (tmp_path / "attempts.jsonl").read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize("kibibytes", ["0", "1"])
+def test_a_run_on_a_full_disk_ends_with_words_and_leaves_no_half_written_files(tmp_path: Path, kibibytes: str) -> None:
+    """With 0 nothing can be written, with 1 the claim and the first line."""
+    words = [sys.executable, "-m", "hpc_train", "run", str(write_config(tmp_path)), "-n", "1"]
+    limited = ["bash", "-c", 'ulimit -f "$1"; shift; "$@"', "-", kibibytes, *words]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cannot be written: File too large. Make room" in done.stderr
+    (folder,) = (tmp_path / "runs/little").iterdir()
+    left = {path.name for path in folder.iterdir()}
+    assert not {name for name in left if name.startswith(".")}
+    assert left == {"logs"} if kibibytes == "0" else "owner.json" not in left
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
