@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpc_train.launch.argument_types import filled, natural, positive, seconds
 from hpc_train.launch.slurm_flags import add_slurm_flags
 
 _RUN_EXAMPLES = """\
@@ -62,22 +63,14 @@ def _parser(commands: Any, name: str, summary: str, description: str, epilog: st
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a recipe")
+    parser.add_argument("config", type=filled, metavar="CONFIG", help="a YAML file, or the name of a recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example train.steps=50")
 
 
-def positive(text: str) -> int:
-    """A number of 1 or more, for argparse."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    """A number of 0 or more, for argparse."""
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
+def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs-dir", type=filled, default="runs", metavar="DIR", help="where run folders are (default: runs)"
+    )
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +78,9 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ntasks-per-node", dest="ranks_per_node", type=positive, metavar="RANKS", help="ranks on each node"
     )
-    parser.add_argument("--mpi", metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)")
+    parser.add_argument(
+        "--mpi", type=filled, metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)"
+    )
 
 
 def _add_run(commands: Any) -> None:
@@ -100,10 +95,11 @@ def _add_run(commands: Any) -> None:
     )
     _add_configuration(parser)
     _add_counts(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="run folder; an earlier one is gone on with")
+    parser.add_argument("--run-dir", type=filled, metavar="DIR", help="run folder; an earlier one is gone on with")
     parser.add_argument(
         "-t",
         "--time",
+        type=filled,
         metavar="LIMIT",
         help="save and end before this time is over, written as for sbatch: 30, 1:30:00",
     )
@@ -122,15 +118,17 @@ def _add_submit(commands: Any) -> None:
         _SUBMIT_EXAMPLES,
     )
     _add_configuration(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="run folder (default: RUNS/NAME/JOB)")
+    parser.add_argument("--run-dir", type=filled, metavar="DIR", help="run folder (default: RUNS/NAME/JOB)")
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     parser.add_argument("--parsable", action="store_true", help="print the job id alone")
     parser.add_argument("--follow", action="store_true", help="show the log until the run ends")
-    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, one after another")
+    parser.add_argument("--chain", type=positive, default=1, metavar="K", help="submit K jobs, one after another")
     parser.add_argument(
         "--via", choices=("sbatch", "submitit"), default="sbatch", help="what submits (default: sbatch)"
     )
-    parser.add_argument("--mpi", metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)")
+    parser.add_argument(
+        "--mpi", type=filled, metavar="PLUGIN", help="srun's --mpi (default: what fits the MPI library)"
+    )
     add_slurm_flags(parser)
 
 
@@ -143,15 +141,19 @@ def _add_exec(commands: Any) -> None:
         _EXEC_EXAMPLES,
     )
     _add_counts(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="folder for logs (default: runs/exec/JOB or TIME)")
+    parser.add_argument(
+        "--run-dir", type=filled, metavar="DIR", help="folder for logs (default: runs/exec/JOB or TIME)"
+    )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=600.0,
         metavar="SECONDS",
         help="limit for the ranks to meet (default: 600)",
     )
-    parser.add_argument("--interface", metavar="NAME", help="network interface of rank 0, as in NCCL_SOCKET_IFNAME")
+    parser.add_argument(
+        "--interface", type=filled, metavar="NAME", help="network interface of rank 0, as in NCCL_SOCKET_IFNAME"
+    )
 
 
 def _add_status(commands: Any) -> None:
@@ -161,8 +163,8 @@ def _add_status(commands: Any) -> None:
         "what runs are doing",
         "Tell what a run is doing, or, without RUN, what all runs in the runs folder are doing.",
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a job id or a run folder")
-    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    parser.add_argument("run", type=filled, metavar="RUN", nargs="?", help="a job id or a run folder")
+    _add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -173,13 +175,13 @@ def _add_logs(commands: Any) -> None:
         "show or follow the logs of a run",
         "Show the logs of a run: the job's and the nodes'.",
     )
-    parser.add_argument("run", metavar="RUN", help="a job id or a run folder")
+    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    parser.add_argument("--rank", type=int, metavar="N", help="only the lines of this rank")
-    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    parser.add_argument("--rank", type=natural, metavar="N", help="only the lines of this rank")
+    _add_runs_dir(parser)
 
 
 def _add_cancel(commands: Any) -> None:
     parser = _parser(commands, "cancel", "stop a run", "Stop a run: scancel for a job, TERM for a driver here.")
-    parser.add_argument("run", metavar="RUN", help="a job id or a run folder")
-    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
+    _add_runs_dir(parser)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError, ExitCode
 from hpc_train.launch.run_folder import REQUEST_FILE, SUBMIT_FILE
+from hpc_train.launch.slurm_flags import verbatim_value
 from hpc_train.launch.templates import fill_template, read_template
 
 CONFIG_REQUEST_FILE = "config.request.yaml"
@@ -77,9 +78,7 @@ def batch_script(values: BatchValues) -> str:
 
 def is_array(values: BatchValues) -> bool:
     """Whether sbatch is asked for an array, by a flag or verbatim."""
-    return "array" in values.flags or any(
-        word in ("-a", "--array") or word.startswith(("--array=", "-a")) for word in values.verbatim
-    )
+    return "array" in values.flags or verbatim_value(values.verbatim, "array", "-a") is not None
 
 
 def output_pattern(values: BatchValues) -> str:

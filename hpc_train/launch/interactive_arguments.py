@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpc_train.launch.argument_types import filled, natural, seconds
 from hpc_train.launch.slurm_flags import add_slurm_flags
 
 _SHELL_EXAMPLES = """\
@@ -54,6 +55,7 @@ def _add_shell(commands: Any) -> None:
     parser.add_argument(
         "--command",
         dest="shell_command",
+        type=filled,
         metavar="COMMAND",
         help="run this line of bash instead of a shell, and end with its exit code",
     )
@@ -69,13 +71,19 @@ def _add_stacks(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="a job id or a run folder")
-    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
+    parser.add_argument("--rank", type=natural, metavar="N", help="only this rank")
     parser.add_argument(
-        "--frames", type=int, default=12, metavar="COUNT", help="innermost frames of each stack (default: 12; 0: all)"
+        "--frames",
+        type=natural,
+        default=12,
+        metavar="COUNT",
+        help="innermost frames of each stack (default: 12; 0: all)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=3.0, metavar="SECONDS", help="how long a rank may take (default: 3)"
+        "--timeout", type=seconds, default=3.0, metavar="SECONDS", help="how long a rank may take (default: 3)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="where run folders are (default: runs)")
+    parser.add_argument(
+        "--runs-dir", type=filled, default="runs", metavar="DIR", help="where run folders are (default: runs)"
+    )

@@ -51,13 +51,17 @@ def rank_folder(options: Namespace, env: Mapping[str, str], found: Found) -> str
 
 
 def _time_limit(text: str | None) -> float | None:
-    """Seconds, or None without a limit; unlike Slurm's, a limit of `0:20` is 20 seconds."""
+    """Seconds, or None where none is given; unlike Slurm's, a limit of `0:20` is 20 seconds."""
     from hpc_train.cluster.limits import Unknown, parse_time_limit
 
-    limit = None if text is None else parse_time_limit(text, whole_minutes=False)
+    if text is None:
+        return None
+    limit = parse_time_limit(text, whole_minutes=False)
+    if limit is None:
+        raise ConfigError(f"--time {text!r} is no limit, by Slurm's rules; leave --time out, or give a time above 0")
     if isinstance(limit, Unknown):
         raise ConfigError(
-            f"--time {text} is no time limit; write minutes (90), minutes:seconds, hours:minutes:seconds or "
+            f"--time {text!r} is no time limit; write minutes (90), minutes:seconds, hours:minutes:seconds or "
             "days-hours:minutes:seconds"
         )
     return limit

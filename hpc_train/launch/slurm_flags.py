@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError
+from hpc_train.launch.argument_types import filled
+
+_MOST_WARNING_S = 65535
+"""cited: sbatch(1), --signal."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def add_slurm_flags(
                 *names, dest=f"slurm_{flag.key}", metavar=flag.metavar, nargs="?", const="", help=flag.help
             )
         else:
-            group.add_argument(*names, dest=f"slurm_{flag.key}", metavar=flag.metavar, help=flag.help)
+            group.add_argument(*names, dest=f"slurm_{flag.key}", type=filled, metavar=flag.metavar, help=flag.help)
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
@@ -134,7 +138,14 @@ def check_signal(value: str | None, stop_signal: str) -> None:
     if value is None:
         return
     options, _, rest = value.rpartition(":")
-    text = rest.partition("@")[0].upper()
+    text, at, warning_s = rest.upper().partition("@")
+    if at and not (warning_s.isascii() and warning_s.isdecimal() and int(warning_s) <= _MOST_WARNING_S):
+        raise ConfigError(
+            f"--signal={value}: what follows @ is seconds from 0 to {_MOST_WARNING_S} before the time limit. Write "
+            f"--signal={options and options + ':'}{stop_signal}@SECONDS"
+        )
+    if options not in ("", "B", "R", "BR", "RB"):
+        raise ConfigError(f"--signal={value}: before the colon stands B, R or both; write --signal=B:{stop_signal}@60")
     try:
         asked = signal.Signals(int(text)) if text.isdecimal() else signal.Signals[f"SIG{text.removeprefix('SIG')}"]
     except (KeyError, ValueError):
@@ -144,6 +155,20 @@ def check_signal(value: str | None, stop_signal: str) -> None:
             f"--signal={value} would end the ranks at once: they save and end on {stop_signal} (launch.stop_signal) "
             f"and on TERM. Write --signal={options and options + ':'}{stop_signal}@SECONDS"
         )
+
+
+def verbatim_value(verbatim: Sequence[str], long: str, short: str | None = None) -> str | None:
+    """What a flag behind `--` was given, the last one if it stands there twice; None where it is not there."""
+    found = None
+    for position, word in enumerate(verbatim):
+        following = verbatim[position + 1] if position + 1 < len(verbatim) else ""
+        if word in (f"--{long}", short):
+            found = following
+        elif word.startswith(f"--{long}="):
+            found = word.partition("=")[2]
+        elif short and word.startswith(short) and not word.startswith("--"):
+            found = word.removeprefix(short)
+    return found
 
 
 def array_indexes(text: str) -> list[int]:

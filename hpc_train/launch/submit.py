@@ -1,6 +1,6 @@
 """`hpc-train submit`: check, write the batch script, give it to sbatch, make the run folder.
 
-The folder is made by whoever is first, this command or the job, by moving a whole one into place.
+The folder is written before sbatch is asked, and put into its place by whoever is first, this command or the job.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,56 +19,111 @@ from typing import Any
 from hpc_train import __version__, log
 from hpc_train.cluster.environment import process_env, scrubbed_for_submission, site_defaults
 from hpc_train.config import Config, dump_yaml, load_config
-from hpc_train.errors import ConfigError, LaunchError
-from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script, is_array
+from hpc_train.errors import ConfigError, HpcTrainError, LaunchError
+from hpc_train.launch.batch_script import BatchValues, batch_script, is_array
 from hpc_train.launch.checks import check_before_start
+from hpc_train.launch.file_errors import reason
+from hpc_train.launch.prepared_folder import place_folder, prepare_folder
 from hpc_train.launch.queue import ask, job_id_in, job_is_live
-from hpc_train.launch.run_folder import (
-    REQUEST_FILE,
-    RUN_DIR_VARIABLE,
-    SUBMIT_FILE,
-    is_live,
-    read_owner,
-    time_name,
-)
-from hpc_train.launch.slurm_flags import check_signal, given_flags, world_size_of
+from hpc_train.launch.run_folder import RUN_DIR_VARIABLE, is_live, read_owner, time_name
+from hpc_train.launch.slurm_flags import check_signal, given_flags, verbatim_value, world_size_of
+from hpc_train.launch.submitted_jobs import SubmittedJob, note_job
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.run_files import CONFIG_FILE
 
 
 def submit_command(options: Namespace) -> int:
     """Carry out `submit`."""
     env = process_env()
     values = batch_values(options, env)
-    if options.chain < 1:
-        raise ConfigError(f"--chain {options.chain} is no number of jobs of 1 or more")
-    if options.chain > 1 and is_array(values):
-        raise ConfigError("--chain and --array exclude each other: a chain is one run, an array is several")
-    if options.chain > 1 and "job-name" not in values.flags:
-        # Jobs of one name wait for each other: a name that no other chain has.
-        values = replace(values, flags={**values.flags, "job-name": f"{values.name}-{time_name()}"})
+    _check_together(options, values)
     if options.chain > 1:
-        values = replace(values, requeue="chain")
+        values = _of_a_chain(values)
     if options.dry_run:
         print(_dry_run_text(options.via, values), end="")
         return 0
     _refuse_live_folder(values)
     make_output_folder(values)
     submit = _submitit().submit if options.via == "submitit" else submit_by_sbatch
-    job_ids = [submit(values, env)]
-    folder = run_folder_of(values, job_ids[0])
-    if folder is not None:
-        place_folder(Path(folder), values)
-    for _ in range(options.chain - 1):
-        asked = values.flags.get("dependency")
-        flags = {**values.flags, "dependency": f"{asked},singleton" if asked else "singleton"}
-        job_ids.append(submit(replace(values, run_dir=folder, flags=flags), env))
+    job_ids, folder = _submit_jobs(values, env, options.chain, submit)
     _announce(options, values, job_ids, folder)
     if options.follow:
         from hpc_train.launch.logs import follow_run
 
         return follow_run(folder or job_ids[0], job_ids[-1])
     return 0
+
+
+def _submit_jobs(
+    values: BatchValues, env: Mapping[str, str], num_jobs: int, submit: Callable[[BatchValues, Mapping[str, str]], str]
+) -> tuple[list[str], str | None]:
+    """Their ids, and the folder of the run, which is in its place then; None for an array.
+
+    Raises:
+        LaunchError: Slurm refuses; or the folder cannot be put into its place, which names the jobs that wait already.
+    """
+    prepared = prepare_folder(values)
+    job_ids: list[str] = []
+    try:
+        job_ids.append(submit(values, env))
+        folder = run_folder_of(values, job_ids[0])
+        if folder is not None:
+            place_folder(prepared, Path(folder))
+            _note(Path(folder), job_ids[0], values)
+        for _ in range(num_jobs - 1):
+            asked = values.flags.get("dependency")
+            flags = {**values.flags, "dependency": f"{asked},singleton" if asked else "singleton"}
+            job_ids.append(submit(replace(values, run_dir=folder, flags=flags), env))
+            _note(Path(str(folder)), job_ids[-1], values)
+    except (HpcTrainError, OSError) as problem:
+        if isinstance(problem, HpcTrainError) and not job_ids:
+            raise
+        what = reason(problem) if isinstance(problem, OSError) else problem
+        jobs = f"job{'s' if len(job_ids) > 1 else ''} {', '.join(job_ids)}, and `scancel {' '.join(job_ids)}` ends that"
+        raise LaunchError(f"{what}. Submitted before this: {jobs if job_ids else 'nothing'}") from problem
+    finally:
+        shutil.rmtree(prepared, ignore_errors=True)
+    return job_ids, folder
+
+
+def _note(folder: Path, job_id: str, values: BatchValues) -> None:
+    if folder.name != job_id:
+        name = verbatim_value(values.verbatim, "job-name", "-J") or values.flags.get("job-name", values.name)
+        note_job(folder, SubmittedJob(job_id, name))
+
+
+def _check_together(options: Namespace, values: BatchValues) -> None:
+    """What is right by itself, but not with the other things that were asked for.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if is_array(values):
+        if options.chain > 1:
+            raise ConfigError("--chain and --array exclude each other: a chain is one run, an array is several")
+        if values.run_dir is not None:
+            asked = "--run-dir" if options.run_dir else f"{RUN_DIR_VARIABLE}={values.run_dir}"
+            raise ConfigError(f"{asked} and --array exclude each other: each task of an array is a run of its own")
+        if options.follow:
+            raise ConfigError(
+                "--follow and --array exclude each other: each task has a log of its own. Leave --follow out, and "
+                "type `hpc-train logs ARRAY_TASK -f` later"
+            )
+    if options.chain > 1 and ("requeue" in values.flags or "--requeue" in values.verbatim):
+        raise ConfigError(
+            "--chain and --requeue exclude each other: a job of a chain is not requeued, the next one goes on"
+        )
+    try:
+        check_signal(verbatim_value(values.verbatim, "signal"), values.stop_signal)
+    except ConfigError as problem:
+        log.say(f"hpc-train: warning: passed on to sbatch as it is, though {problem}", sys.stderr)
+
+
+def _of_a_chain(values: BatchValues) -> BatchValues:
+    flags = values.flags
+    if "job-name" not in flags:
+        # Jobs of one name wait for each other: a name that no other chain has.
+        flags = {**flags, "job-name": f"{values.name}-{time_name()}"}
+    return replace(values, flags=flags, requeue="chain")
 
 
 def batch_values(options: Namespace, env: Mapping[str, str]) -> BatchValues:
@@ -124,27 +178,6 @@ def run_folder_of(values: BatchValues, job_id: str) -> str | None:
     return None if is_array(values) else f"{values.runs_dir}/{values.name}/{job_id}"
 
 
-def place_folder(folder: Path, values: BatchValues) -> bool:
-    """Make the folder as the job's script would, whole; false if it is there already."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.new.", dir=folder.parent))
-    try:
-        (new / "logs").mkdir()
-        (new / CONFIG_REQUEST_FILE).write_text(values.config_yaml, encoding="utf-8")
-        (new / CONFIG_FILE).write_text(values.config_yaml, encoding="utf-8")
-        (new / REQUEST_FILE).write_text(values.request_json, encoding="utf-8")
-        (new / SUBMIT_FILE).write_text(batch_script(values), encoding="utf-8")
-        new.chmod(0o755)
-        os.rename(new, folder)
-    except OSError:
-        # A folder with something in it cannot be replaced: the job was quicker, or it is an earlier run's.
-        shutil.rmtree(new, ignore_errors=True)
-        if not folder.is_dir():
-            raise
-        return False
-    return True
-
-
 def _refuse_live_folder(values: BatchValues) -> None:
     """A job that would start into a folder in use is refused now, not in its log when it starts."""
     owner = read_owner(Path(values.run_dir)) if values.run_dir else None
@@ -163,7 +196,7 @@ def make_output_folder(values: BatchValues) -> None:
     try:
         Path(values.runs_dir, values.name).mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise ConfigError(f"the folder for runs {values.runs_dir} cannot be made: {problem.strerror}") from problem
+        raise ConfigError(f"the folder for runs {values.runs_dir} cannot be made: {reason(problem)}") from problem
 
 
 def _dry_run_text(via: str, values: BatchValues) -> str:

@@ -9,7 +9,8 @@
 # Written by hpc-train 0.1.0. It holds all that the run needs: `sbatch submit.sh` submits it again.
 # sbatch was also given: --nice=100 --mail-user 'me and you'
 
-stop() { echo "hpc-train: error: $1" >&2; exit 3; }
+new=
+stop() { [ -z "$new" ] || rm -rf "$new"; echo "hpc-train: error: $1" >&2; exit 3; }
 
 HPC_TRAIN_STOP_SIGNAL=USR2
 HPC_TRAIN_REQUEUE=interrupted
@@ -186,6 +187,7 @@ if ! mv -T "$new" "$run_dir" 2>/dev/null; then
     mkdir -p "$run_dir/logs" && mv -f "$new"/*.* "$run_dir" || stop "$run_dir cannot be written"
     rm -rf "$new"
 fi
+new=
 
 echo "hpc-train: the log of this job is $run_dir/logs/job.log"
 exec >>"$run_dir/logs/job.log" 2>&1

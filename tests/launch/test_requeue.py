@@ -330,3 +330,14 @@ def test_a_starter_that_requeues_by_itself_gets_a_file_instead(job: BatchJob, tm
     assert job.run(10, HPC_TRAIN_REQUEUE_FILE=str(mark)) == 10
     assert mark.exists()
     assert job.requeued == []
+
+
+def test_a_folder_that_the_script_cannot_make_is_said_and_nothing_is_left_beside_it(job: BatchJob) -> None:
+    (job.folder / "afile").write_text("")
+    values = replace(job.values, run_dir=str(job.folder / "afile"))
+    before = sorted(job.folder.iterdir())
+    running = job.start(values, new=str(job.folder / "bin"))
+    text, _ = running.communicate(timeout=30)
+    assert running.returncode == 3
+    assert f"hpc-train: error: {job.folder}/afile cannot be written" in text
+    assert sorted(path for path in job.folder.iterdir() if path.name != "slurm_script") == before

@@ -50,6 +50,17 @@ def test_a_step_that_no_driver_started_is_refused_with_the_words_to_use() -> Non
     assert rank_folder(options, driven, found) == "/runs/7"
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("0", "'0' is no limit"), ("0:00", "'0:00' is no limit"), ("soon", "'soon' is no time limit; write minutes")],
+)
+def test_a_limit_that_would_have_no_effect_is_refused(tmp_path: Path, limit: str, words: str) -> None:
+    done = run(write_config(tmp_path), "-n", "1", "--time", limit)
+    assert done.returncode == 2
+    assert f"--time {words}" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_on_a_machine_without_slurm_the_number_of_ranks_is_never_invented(tmp_path: Path) -> None:
     done = run(write_config(tmp_path))
     assert done.returncode == 2

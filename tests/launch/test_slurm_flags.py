@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from hpc_train.errors import ConfigError
-from hpc_train.launch.slurm_flags import FLAGS, add_slurm_flags, given_flags, world_size_of
+from hpc_train.launch.slurm_flags import FLAGS, SlurmFlag, add_slurm_flags, given_flags, verbatim_value, world_size_of
 
 
 def parse(*words: str) -> dict[str, str]:
@@ -26,6 +26,22 @@ def test_short_and_long_forms_and_flags_without_a_value_are_taken() -> None:
 def test_abbreviations_are_refused(word: str) -> None:
     with pytest.raises(SystemExit):
         parse(word)
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag.metavar and not flag.optional], ids=lambda flag: flag.long
+)
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_value_is_refused(flag: SlurmFlag, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written into a script, `#SBATCH --comment` would take the next line for its value."""
+    for words in (
+        [f"--{flag.long}={value}"],
+        [f"--{flag.long}", value],
+        *([[flag.short, value]] if flag.short else []),
+    ):
+        with pytest.raises(SystemExit):
+            parse(*words)
+        assert "is empty; give a value, or leave the option out" in capsys.readouterr().err
 
 
 def test_no_flag_is_in_the_table_twice() -> None:
@@ -67,3 +83,20 @@ def test_flags_that_leave_the_number_of_ranks_open_are_refused(flags: dict[str, 
     """FC-41"""
     with pytest.raises(ConfigError, match=words):
         world_size_of(flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ((), None),
+        (("--nice=5",), None),
+        (("-A", "me"), None),
+        (("--array=0-1",), "0-1"),
+        (("--array", "0-1"), "0-1"),
+        (("-a", "0-1"), "0-1"),
+        (("-a0-1", "-a3"), "3"),
+        (("--array",), ""),
+    ],
+)
+def test_a_flag_behind_dashes_is_found_in_each_of_its_forms(words: tuple[str, ...], value: str | None) -> None:
+    assert verbatim_value(words, "array", "-a") == value

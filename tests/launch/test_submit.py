@@ -14,6 +14,7 @@ from tests.launch.configs import write_config
 from tests.launch.fakes import FakeCommands
 
 TWO_BY_TWO = ("-N", "2", "--ntasks-per-node", "2")
+BAD_SECONDS = ("", "x", "-5", "60@70", "65536", "6.5", " 6")
 
 
 @pytest.fixture
@@ -144,13 +145,18 @@ def test_a_chain_is_jobs_of_one_name_in_the_folder_of_the_first(tmp_path: Path, 
         ((), 2, "number of ranks is not given"),
         (("-n", "3"), 2, "3"),
         (("-n", "4", "--chain", "2", "--array=0-1"), 2, "exclude each other"),
-        (("-n", "4", "--chain", "0"), 2, "--chain 0"),
+        (("-n", "4", "--chain", "2", "--", "-a0-1"), 2, "exclude each other"),
+        (("-n", "4", "--chain", "2", "--requeue"), 2, "--chain and --requeue exclude each other"),
+        (("-n", "4", "--run-dir", "mine", "--array=0-1"), 2, "--run-dir and --array exclude each other"),
+        (("-n", "4", "--follow", "--dry-run", "--array=0-1"), 2, "--follow and --array exclude each other"),
         (("-n", "4", "train.step=1"), 2, "did you mean steps"),
         (("-n", "4", "data.train=[{prefix: nowhere/corpus}]"), 4, "nowhere/corpus.idx: no such file"),
         (("-n", "4", "parallel.dp=8"), 2, "4 missing"),
         (("-n", "4", "--signal=B:USR1@60"), 2, "Write --signal=B:USR2@SECONDS"),
         (("-n", "4", "--signal=10"), 2, "Write --signal=USR2@SECONDS"),
         (("-n", "4", "--signal=NOSUCH@60"), 2, "names no signal"),
+        *((("-n", "4", f"--signal=USR2@{end}"), 2, "Write --signal=USR2@SECONDS") for end in BAD_SECONDS),
+        (("-n", "4", "--signal=X:USR2@60"), 2, "before the colon stands B, R or both"),
     ],
 )
 def test_what_cannot_work_is_refused_before_sbatch(
@@ -164,6 +170,86 @@ def test_what_cannot_work_is_refused_before_sbatch(
     assert main(["submit", str(write_config(tmp_path)), *words]) == code
     assert message in capsys.readouterr().err
     assert slurm_fakes.calls("sbatch") == []
+
+
+@pytest.mark.parametrize("words", [("--signal=USR1@60",), ("--signal", "USR1@60"), ("--signal=USR2@",)])
+def test_a_signal_behind_dashes_is_the_user_s_own_and_warned_of(
+    words: tuple[str, ...], tmp_path: Path, slurm_fakes: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", "--", *words]) == 0
+    assert "warning: passed on to sbatch as it is, though --signal=" in capsys.readouterr().err
+    assert slurm_fakes.calls("sbatch")[0]["argv"] == ["--parsable", *words]
+
+
+def test_a_folder_of_the_environment_and_an_array_exclude_each_other_too(
+    tmp_path: Path, slurm_fakes: FakeCommands, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUN_DIR", str(tmp_path / "mine"))
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", "--array=0-1"]) == 2
+    assert f"HPC_TRAIN_RUN_DIR={tmp_path}/mine and --array exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("afile", "a file of that name is in the way"),
+        ("dangling", "a file of that name is in the way"),
+        ("afile/below", "/afile: File exists"),
+        ("/proc/xx", "the run folder /proc/xx cannot be made"),
+    ],
+)
+@pytest.mark.parametrize("via", ["sbatch", "submitit"])
+def test_a_run_folder_that_cannot_be_made_is_refused_before_sbatch(
+    folder: str, words: str, via: str, tmp_path: Path, slurm_fakes: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "afile").write_text("mine\n")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    assert main(["submit", str(config), "-n", "4", "--run-dir", folder, "--via", via]) == 2
+    assert words in capsys.readouterr().err
+    assert slurm_fakes.calls("sbatch") == []
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "runs") == before
+
+
+def test_a_file_system_that_takes_no_files_is_noticed_before_sbatch(tmp_path: Path, slurm_fakes: FakeCommands) -> None:
+    """A limit on the size of files stands for one that is full."""
+    config = write_config(tmp_path)
+    words = [sys.executable, "-m", "hpc_train", "submit", str(config), "-n", "4"]
+    limited = ["bash", "-c", 'ulimit -f 0; "$@"', "-", *words]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"a run folder in {tmp_path}/runs/little cannot be made: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert slurm_fakes.calls("sbatch") == []
+    assert list((tmp_path / "runs/little").iterdir()) == []
+
+
+@pytest.mark.parametrize("via", ["sbatch", "submitit"])
+def test_what_goes_wrong_after_sbatch_names_the_job_that_waits(
+    via: str, tmp_path: Path, slurm_fakes: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "runs" / "little").mkdir(parents=True)
+    (tmp_path / "runs" / "little" / "4711").write_text("in the way\n")
+    assert main(["submit", str(config), "-n", "4", "--via", via]) == 3
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/runs/little/4711: Not a directory" in error
+    assert "Submitted before this: job 4711, and `scancel 4711` ends that" in error
+    assert not list((tmp_path / "runs" / "little").glob("*.new.*"))
+
+
+def test_a_chain_that_slurm_takes_only_a_part_of_names_that_part(
+    tmp_path: Path, slurm_fakes: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = slurm_fakes.folder / "sbatch"
+    program.write_text(
+        "#!/bin/bash\ngrep -q singleton && { echo QOSMaxSubmitJobPerUserLimit >&2; exit 1; }\necho 4711\n"
+    )
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", "--chain", "3"]) == 3
+    error = capsys.readouterr().err
+    assert "QOSMaxSubmitJobPerUserLimit" in error
+    assert "Submitted before this: job 4711" in error
 
 
 def test_sbatch_s_own_words_are_shown_when_it_refuses(

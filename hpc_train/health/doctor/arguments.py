@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpc_train.launch.argument_types import filled
 from hpc_train.launch.slurm_flags import FLAGS
 
 _EXAMPLES = """\
@@ -34,18 +35,25 @@ def add_doctor_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file or recipe whose settings are used")
+    parser.add_argument(
+        "config", type=filled, metavar="CONFIG", nargs="?", help="a YAML file or recipe whose settings are used"
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example launch.mpi=pmi2")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--verbose", action="store_true", help="also what is not configured")
     trial = parser.add_mutually_exclusive_group()
     trial.add_argument("--trial", action="store_true", help="on a login node: try MPI in a small job of its own (-N 2)")
     trial.add_argument("--no-trial", action="store_true", help="start no MPI tasks")
-    parser.add_argument("--mpi", metavar="PLUGIN", help="try this --mpi of srun first")
+    parser.add_argument("--mpi", type=filled, metavar="PLUGIN", help="try this --mpi of srun first")
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="where run folders are (default: the configuration's, or runs)"
+        "--runs-dir",
+        type=filled,
+        metavar="DIR",
+        help="where run folders are (default: the configuration's, or runs)",
     )
-    parser.add_argument("--hdfs", metavar="URL", help="an HDFS to reach (default: Hadoop's own configuration)")
+    parser.add_argument(
+        "--hdfs", type=filled, metavar="URL", help="an HDFS to reach (default: Hadoop's own configuration)"
+    )
     parser.add_argument(
         "--watch-errors",
         type=_seconds,
@@ -57,13 +65,13 @@ def add_doctor_parser(commands: Any) -> None:
     for flag in FLAGS:
         if flag.long in _JOB_FLAGS:
             names = [flag.short, f"--{flag.long}"] if flag.short else [f"--{flag.long}"]
-            optional = {"nargs": "?", "const": ""} if flag.optional else {}
+            value: dict[str, Any] = {"nargs": "?", "const": ""} if flag.optional else {"type": filled}
             group.add_argument(
                 *names,
                 dest=f"slurm_{flag.key}",
                 metavar=flag.metavar,
                 help=flag.help,
-                **optional,
+                **value,
             )
 
 
