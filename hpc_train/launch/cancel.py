@@ -7,30 +7,64 @@ import signal
 import socket
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.errors import ConfigError, LaunchError
-from hpc_train.launch.find_run import Run, find_run
+from hpc_train.launch.find_run import Run, find_array, find_run
 from hpc_train.launch.queue import ask, is_batch_job, job_is_live
 from hpc_train.launch.run_folder import Owner, start_ticks
+from hpc_train.launch.submitted_jobs import jobs_in_queue
 
 _PATIENCE_S = 30.0
 
 
 def cancel_command(options: Namespace) -> int:
     """Carry out `cancel`."""
-    run = find_run(options.run, Path(options.runs_dir))
-    print(cancel(run))
+    runs_dir = Path(options.runs_dir)
+    tasks = find_array(options.run, runs_dir)
+    print(cancel_array(options.run, tasks) if tasks else cancel(find_run(options.run, runs_dir)))
     return 0
 
 
+def cancel_array(job_id: str, tasks: Sequence[Run]) -> str:
+    """Stop all tasks of an array, those that wait and have no folder yet as well, and say what was done.
+
+    Raises:
+        ConfigError: the array is over.
+        LaunchError: Slurm refuses.
+    """
+    if job_is_live(job_id) is False:
+        raise ConfigError(f"no task of array {job_id} is in the queue any more")
+    ask(["scancel", job_id])
+    folders = ", ".join(str(run.folder) for run in tasks)
+    return f"cancelled all tasks of array {job_id}; the run folders of those that had one are {folders}"
+
+
 def cancel(run: Run) -> str:
-    """Stop a run and say what was done.
+    """Stop a run, and jobs that wait to go on with it, and say what was done.
 
     Raises:
         ConfigError: there is nothing that could be stopped.
         LaunchError: it cannot be reached from here, or does not end.
     """
+    waiting = [job_id for job_id in jobs_in_queue(run.folder) if job_id != run.job_id]
+    if not waiting:
+        return _stop(run)
+    # First those that wait: each begins as soon as the one before has ended.
+    ask(["scancel", *waiting])
+    others = f"job{'s' if len(waiting) > 1 else ''} {', '.join(waiting)} submitted to go on with it"
+    try:
+        return f"{_stop(run)}, and {others}"
+    except NothingToStop:
+        return f"cancelled {others}: {run.folder} is not running"
+
+
+class NothingToStop(ConfigError):
+    """No driver and no job of a run are there."""
+
+
+def _stop(run: Run) -> str:
     owner = run.owner
     # On TERM the driver of a batch job saves, and its script puts the job back into the queue.
     if run.job_id is not None and is_batch_job(run.job_id):
@@ -44,7 +78,7 @@ def cancel(run: Run) -> str:
         return f"cancelled job {run.job_id} of {run.folder}"
     if owner is not None and run.driver_is_live() is None:
         raise LaunchError(f"the driver of {run.folder} is on {owner.host}; cancel it there ({owner.describe()})")
-    raise ConfigError(f"{run.folder} is not running: no driver claims it and no job of it is in the queue")
+    raise NothingToStop(f"{run.folder} is not running: no driver claims it and no job of it is in the queue")
 
 
 def _terminate(owner: Owner) -> None:

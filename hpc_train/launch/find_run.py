@@ -11,12 +11,13 @@ from hpc_train.errors import ConfigError
 from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.run_folder import ATTEMPTS_FILE, Owner, is_live, read_attempts, read_owner
+from hpc_train.launch.submitted_jobs import submitted_jobs
 from hpc_train.plan.run_files import CONFIG_FILE
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, its driver if one claims it, and the newest Slurm job that is known for it."""
+    """A run's folder, its driver if one claims it, and the Slurm job that started last or has the folder's name."""
 
     folder: Path
     owner: Owner | None
@@ -44,13 +45,28 @@ def find_run(text: str, runs_dir: Path) -> Run:
         raise ConfigError(f"{folder} is a folder, but not that of a run: it has no {CONFIG_FILE} or {ATTEMPTS_FILE}")
     if _is_job_name(text):
         for run in all_runs(runs_dir):
-            if text in (run.folder.name, run.job_id) or text in _jobs_of(run.folder):
+            noted = [job.job_id for job in submitted_jobs(run.folder)]
+            if text in (run.folder.name, run.job_id, *_jobs_of(run.folder), *noted):
                 return run
+        if tasks := find_array(text, runs_dir):
+            names = ", ".join(run.folder.name for run in tasks)
+            raise ConfigError(f"job {text} is an array, each of whose tasks is a run; give one of them: {names}")
+        waits = f". `scancel {text}` ends it if it waits and has no run folder yet" if job_is_live(text) else ""
         raise ConfigError(
             f"no run of job {text} is in {runs_dir.absolute()}. Give the folder of its runs by --runs-dir, or the "
-            "run folder itself"
+            f"run folder itself{waits}"
         )
     raise ConfigError(f"{text} is neither a run folder nor a job id")
+
+
+def find_array(text: str, runs_dir: Path) -> list[Run]:
+    """The runs of the tasks of an array that have a folder, if `text` is an array's own job id; else none."""
+    if not text.isdecimal() or Path(text).exists():
+        return []
+    runs = [
+        run for run in all_runs(runs_dir) if _is_job_name(run.folder.name) and text in run.folder.name.split("_")[:-1]
+    ]
+    return sorted(runs, key=lambda run: int(run.folder.name.rpartition("_")[2]))
 
 
 def all_runs(runs_dir: Path) -> Iterator[Run]:

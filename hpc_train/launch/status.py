@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import LaunchError
-from hpc_train.launch.find_run import Run, all_runs, find_run
+from hpc_train.launch.find_run import Run, all_runs, find_array, find_run
 from hpc_train.launch.queue import QueuedJob, has_slurm, list_jobs, past_state
 from hpc_train.launch.run_folder import read_attempts
+from hpc_train.launch.submitted_jobs import submitted_jobs
 from hpc_train.plan.run_files import METRICS_FILE, OUTCOME_FILE, read_json
 
 _TAIL_BYTES = 16384
@@ -37,20 +39,24 @@ class RunStatus:
 
 def status_command(options: Namespace) -> int:
     """Carry out `status`."""
+    runs_dir = Path(options.runs_dir)
+    tasks = find_array(options.run, runs_dir) if options.run else []
     if options.run:
-        runs = [find_run(options.run, Path(options.runs_dir))]
+        runs = tasks or [find_run(options.run, runs_dir)]
     else:
-        runs = list(all_runs(Path(options.runs_dir)))
+        runs = list(all_runs(runs_dir))
     queue = _queue()
     statuses = [status_of(run, queue, ask_accounts=bool(options.run)) for run in runs]
     if options.json:
         print(json.dumps([asdict(status) for status in statuses], indent=1))
     elif not statuses:
-        print(f"no runs in {Path(options.runs_dir).absolute()}")
-    elif options.run:
+        print(f"no runs in {runs_dir.absolute()}")
+    elif options.run and not tasks:
         print(describe(statuses[0]))
     else:
         print(table(statuses))
+        for job in _waiting_tasks(options.run, runs, queue or {}) if tasks else []:
+            print(f"{job.job_id} has no run folder yet: {job.state} {job.reason}")
     return 0
 
 
@@ -125,14 +131,31 @@ def _state(
         if live:
             return "running", f"{run.owner.describe()}{f'; {job.elapsed} of {job.limit}' if job else ''}"
         return "ended", f"its driver is gone without a word: {run.owner.describe()}"
+    if job is None and queue is not None:
+        job = _next_job(run, queue)
     if job is not None and job.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"):
-        return "pending", f"{job.state} {job.reason}"
+        return "pending", f"{'' if job.job_id == run.job_id else f'job {job.job_id} '}{job.state} {job.reason}"
     if outcome:
         return str(outcome.get("outcome")), str(outcome.get("reason", "")).partition("\n")[0]
     if job is not None:
         return "running", f"{job.state}; it has not claimed its folder yet"
     past = past_state(run.job_id) if ask_accounts and run.job_id and has_slurm() else None
     return "ended", f"job {run.job_id} is {past}" if past else "never started, or removed from the queue"
+
+
+def _waiting_tasks(array: str, runs: Sequence[Run], queue: Mapping[str, QueuedJob]) -> list[QueuedJob]:
+    """Entries of the queue for tasks without a folder; Slurm has one for many tasks that wait: `7_[2-5]`."""
+    known = {run.folder.name for run in runs}
+    return [job for job in queue.values() if job.job_id.partition("_")[0] == array and job.job_id not in known]
+
+
+def _next_job(run: Run, queue: Mapping[str, QueuedJob]) -> QueuedJob | None:
+    """A job of the queue that was submitted to go on with a run."""
+    for noted in submitted_jobs(run.folder):
+        job = queue.get(noted.job_id)
+        if job is not None and job.name == noted.job_name:
+            return job
+    return None
 
 
 def _queue() -> dict[str, QueuedJob] | None:

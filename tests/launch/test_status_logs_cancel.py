@@ -14,6 +14,7 @@ import pytest
 
 from hpc_train.cli import main
 from hpc_train.launch.run_folder import Owner, claim, start_ticks, this_process
+from hpc_train.launch.submitted_jobs import SubmittedJob, note_job
 from tests.launch.fakes import FakeCommands
 
 
@@ -222,6 +223,74 @@ def test_cancel_gives_a_job_to_scancel(queue: FakeCommands, capsys: pytest.Captu
     queue.add("squeue", "12|PENDING|little|0:00|1:00:00|(Priority)\n")
     assert main(["cancel", "12"]) == 0
     assert queue.calls("scancel")[0]["argv"] == ["12"]
+
+
+def note(folder: Path, *jobs: str) -> None:
+    for job in jobs:
+        note_job(folder, SubmittedJob(job, "little-then"))
+
+
+def test_cancel_ends_the_jobs_of_a_chain_that_wait_first_and_names_them(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note(make_run("12"), "13", "14", "15")
+    others = "14|PENDING|little-then|0:00|1:00:00|(Dependency)\n15|PENDING|another user of this number|0:00|1:00:00|x\n"
+    queue.add(
+        "squeue", "12|RUNNING|little-then|1:00|1:00:00|n1\n13|PENDING|little-then|0:00|1:00:00|(Dependency)\n" + others
+    )
+    assert main(["cancel", "12"]) == 0
+    assert [call["argv"] for call in queue.calls("scancel")] == [["13", "14"], ["12"]]
+    said = capsys.readouterr().out
+    assert "cancelled job 12 of" in said
+    assert "jobs 13, 14 submitted to go on with it" in said
+
+
+def test_cancel_between_the_jobs_of_a_chain_and_before_the_first_start_in_a_given_folder(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number of the job that waits as well."""
+    note(make_run("12", {"outcome": "interrupted", "exit_code": 10, "reason": "its time is over"}), "13")
+    line = "13|PENDING|little-then|0:00|1:00:00|(Dependency)"
+    (queue.folder / "squeue").write_text(f"#!/bin/bash\n[[ $* != *--me* ]] || echo '{line}'\n")
+    status = status_json(capsys, "12")[0]
+    assert (status["state"], status["note"]) == ("pending", "job 13 PENDING (Dependency)")
+    assert main(["cancel", "13"]) == 0
+    assert [call["argv"] for call in queue.calls("scancel")] == [["13"]]
+    assert "cancelled job 13 submitted to go on with it" in capsys.readouterr().out
+    queue.add("squeue")
+    assert main(["cancel", "12"]) == 2
+
+
+def test_an_array_s_own_number_is_that_of_all_its_tasks(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for task in ("7_10", "7_9", "70_1"):
+        make_run(task)
+    running = "".join(f"7_{task}|RUNNING|little|1:00|1:00:00|n1\n" for task in (9, 10))
+    queue.add("squeue", running + "7_[11-20%2]|PENDING|little|0:00|1:00:00|(JobArrayTaskLimit)\n")
+    assert [status["job_id"] for status in status_json(capsys, "7")] == ["7_9", "7_10"]
+    assert main(["status", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "7_[11-20%2] has no run folder yet: PENDING (JobArrayTaskLimit)" in text
+    assert "70_1" not in text
+    for command in ("logs", "stacks"):
+        assert main([command, "7"]) == 2
+        assert "job 7 is an array, each of whose tasks is a run; give one of them: 7_9, 7_10" in capsys.readouterr().err
+    assert main(["cancel", "7"]) == 0
+    assert [call["argv"] for call in queue.calls("scancel")] == [["7"]]
+    assert "cancelled all tasks of array 7" in capsys.readouterr().out
+    queue.add("squeue")
+    assert main(["cancel", "7"]) == 2
+    assert "no task of array 7 is in the queue any more" in capsys.readouterr().err
+
+
+def test_a_job_that_has_no_folder_yet_is_left_to_scancel(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("12")
+    queue.add("squeue", "7_[0-3]|PENDING|little|0:00|1:00:00|(Priority)\n")
+    assert main(["cancel", "7"]) == 2
+    assert "`scancel 7` ends it" in capsys.readouterr().err
 
 
 def test_cancel_of_what_does_not_run_is_refused(queue: FakeCommands, capsys: pytest.CaptureFixture[str]) -> None:

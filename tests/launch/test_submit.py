@@ -10,6 +10,7 @@ import pytest
 
 from hpc_train.cli import main
 from hpc_train.launch.run_folder import claim, this_process
+from hpc_train.launch.submitted_jobs import SubmittedJob, submitted_jobs
 from tests.launch.configs import write_config
 from tests.launch.fakes import FakeCommands
 
@@ -137,6 +138,20 @@ def test_a_chain_is_jobs_of_one_name_in_the_folder_of_the_first(tmp_path: Path, 
     for later in scripts[1:]:
         assert "#SBATCH --dependency=afterok:1,singleton\n" in later
         assert f"run_dir={tmp_path}/runs/little/4711\n" in later
+
+
+@pytest.mark.parametrize(
+    ("words", "names"), [((), "little"), (("-J", "mine"), "mine"), (("-J", "mine", "--", "-Jtheirs"), "theirs")]
+)
+def test_the_jobs_of_a_folder_that_has_not_their_number_are_noted_in_it(
+    words: tuple[str, ...], names: str, tmp_path: Path, slurm_fakes: FakeCommands
+) -> None:
+    for job in ("4711", "4712"):
+        slurm_fakes.add("sbatch", f"{job}\n", reads=True)
+        assert main(["submit", str(write_config(tmp_path)), "-n", "4", "--run-dir", "mine", *words]) == 0
+    assert submitted_jobs(tmp_path / "mine") == [SubmittedJob(job, names) for job in ("4711", "4712")]
+    assert main(["submit", str(write_config(tmp_path)), "-n", "4", *words]) == 0
+    assert submitted_jobs(tmp_path / "runs/little/4712") == []
 
 
 @pytest.mark.parametrize(

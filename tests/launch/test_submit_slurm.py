@@ -68,13 +68,17 @@ def test_each_task_of_an_array_is_a_run_in_its_own_folder(slurm: Any, tmp_path: 
     assert [json.loads((folder / "outcome.json").read_text())["job_id"] for folder in folders] == [
         f"{job}_0", f"{job}_1",
     ]  # fmt: skip
+    assert [run["job_id"] for run in json.loads(hpc_train(slurm, "status", job, "--json").stdout)] == [
+        f"{job}_0", f"{job}_1",
+    ]  # fmt: skip
 
 
-def test_a_running_job_is_cancelled_and_its_folder_can_be_gone_on_with(slurm: Any, tmp_path: Path) -> None:
+def test_a_chain_at_work_is_cancelled_whole_and_its_folder_can_be_gone_on_with(slurm: Any, tmp_path: Path) -> None:
     config = write_training_config(
         tmp_path, train={"steps": 100000, "log_every": 1}, checkpoint={"every": 5, "keep": 2}
     )
-    job = hpc_train(slurm, "submit", str(config), "-n", "2", "--parsable").stdout.strip()
+    submitted = hpc_train(slurm, "submit", str(config), "-n", "2", "--chain", "3", "--parsable")
+    job, *later = submitted.stdout.split()
     folder = tmp_path / "runs" / "little" / job
     wait_for("a checkpoint", lambda: list(folder.glob("checkpoints/step_*")))
     refused = hpc_train(slurm, "submit", str(config), "-n", "2", "--run-dir", str(folder))
@@ -82,8 +86,10 @@ def test_a_running_job_is_cancelled_and_its_folder_can_be_gone_on_with(slurm: An
     assert f"Slurm job {job}" in refused.stderr
     cancelled = hpc_train(slurm, "cancel", job)
     assert cancelled.returncode == 0, cancelled.stderr
+    assert f"jobs {later[0]}, {later[1]} submitted to go on with it" in cancelled.stdout
     wait_for("its end", lambda: (folder / "outcome.json").exists() and not (folder / "owner.json").exists())
     assert json.loads((folder / "outcome.json").read_text())["outcome"] == "interrupted"
+    assert not set(later) & set(slurm.run(["squeue", "--noheader", "--format=%i"]).stdout.split())
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     steps = last + 3
     again = hpc_train(
