@@ -165,7 +165,7 @@ def _cancel(options: argparse.Namespace) -> int:
 def _shell(options: argparse.Namespace) -> int:
     from hpc_train.launch.shell import shell_command
 
-    shell_command(options)
+    return shell_command(options)
 
 
 def _stacks(options: argparse.Namespace) -> int:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import NoReturn
 
-from hpc_train.cluster.environment import process_env, salloc_defaults, scrubbed_for_submission
+from hpc_train.cluster.environment import process_env, salloc_defaults
 from hpc_train.errors import LaunchError
 from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.salloc import run_salloc
 from hpc_train.launch.slurm_flags import given_flags
 
 
-def shell_command(options: Namespace) -> NoReturn:
-    """Carry out `shell`: this process becomes salloc, whose exit code is that of the shell in it.
+def shell_command(options: Namespace) -> int:
+    """Carry out `shell`: the exit code is that of the shell in the allocation.
 
     Raises:
         ConfigError: the configuration does not load.
-        LaunchError: there is no salloc, or this is inside an allocation.
+        LaunchError: there is no salloc, it grants nothing, or this is inside an allocation.
     """
     env = process_env()
     refuse_inside_a_job(env)
@@ -35,10 +34,10 @@ def shell_command(options: Namespace) -> NoReturn:
         from hpc_train.config import load_config
 
         modules = load_config(options.overrides[0], options.overrides[1:]).launch.modules
-    argv = salloc_argv({**salloc_defaults(env), **given_flags(options)}, options.verbatim or [])
-    argv += start_argv(modules, options.shell_command)
-    sys.stdout.flush()
-    os.execve(salloc, argv, scrubbed_for_submission(env))
+    flags = {**salloc_defaults(env), **given_flags(options)}
+    return run_salloc(
+        salloc, salloc_options(flags, options.verbatim or []), start_argv(modules, options.shell_command), env
+    )
 
 
 def refuse_inside_a_job(env: Mapping[str, str]) -> None:
@@ -51,10 +50,9 @@ def refuse_inside_a_job(env: Mapping[str, str]) -> None:
         )
 
 
-def salloc_argv(flags: Mapping[str, str], verbatim: list[str]) -> list[str]:
-    """salloc with its flags, before the command that it is to start."""
-    ours = [f"--{long}={value}" if value else f"--{long}" for long, value in flags.items()]
-    return ["salloc", *ours, *verbatim]
+def salloc_options(flags: Mapping[str, str], verbatim: list[str]) -> list[str]:
+    """salloc's flags, before the command that it is to start."""
+    return [*(f"--{long}={value}" if value else f"--{long}" for long, value in flags.items()), *verbatim]
 
 
 def start_argv(modules: tuple[str, ...], command: str | None) -> list[str]:

@@ -1,6 +1,6 @@
 """What `hpc-train shell` has salloc start once nodes are granted: a greeting, then a shell with all that is needed.
 
-It replaces itself by the shell, so that terminal, signals and exit code are the shell's own.
+It replaces itself by the shell, so that terminal and signals are the shell's own.
 """
 
 from __future__ import annotations
@@ -86,8 +86,10 @@ def shell_argv(env: Mapping[str, str], modules: Sequence[str], command: str | No
     if is_typed and is_bash:
         return [users, "--rcfile", path, "-i"]
     inner = [users] if is_typed else ["bash"] if command is None else ["bash", "-c", command]
-    # Another shell than bash takes over the environment that bash has made ready.
-    return ["bash", "-c", '. "$0"; exec "$@"', path, *inner]
+    # Another shell than bash takes over the environment that bash has made ready. salloc takes a signal's end for 0, so
+    # that of a command is made a number by a bash around it, which Ctrl-C does not end before the command.
+    start = 'exec "$@"' if is_typed else 'trap : INT QUIT TERM HUP; "$@"; exit $?'
+    return ["bash", "-c", f'. "$0"; {start}', path, *inner]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.slurm import read_job
-from hpc_train.launch.shell import salloc_argv
+from hpc_train.launch.shell import salloc_options
 from hpc_train.launch.shell_start import greeting
 from tests.launch.configs import write_config
 from tests.launch.fakes import FakeCommands
@@ -25,7 +25,8 @@ printf '%s\\n' "$0" > {notes}
 env > {notes}.env
 while [[ $1 == -* ]]; do printf '%s\\n' "$1" >> {notes}; shift; done
 export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE='2(x2)'
-exec "$@"
+# Of a command that a signal ended the real one says 0 as well.
+exec {python} -c 'import subprocess, sys; sys.exit(max(0, subprocess.call(sys.argv[1:])))' "$@"
 """
 
 
@@ -33,7 +34,7 @@ exec "$@"
 def fake_slurm(tmp_path: Path) -> FakeCommands:
     fake = FakeCommands(tmp_path / "bin")
     fake.add("squeue")
-    (fake.folder / "salloc").write_text(SALLOC.format(notes=tmp_path / "salloc.notes"))
+    (fake.folder / "salloc").write_text(SALLOC.format(notes=tmp_path / "salloc.notes", python=sys.executable))
     (fake.folder / "salloc").chmod(0o755)
     return fake
 
@@ -72,6 +73,58 @@ def test_a_command_runs_with_ours_first_on_path_and_its_exit_code_is_passed_on(
 def test_lines_from_standard_input_run_in_one_shell(fake_slurm: FakeCommands, tmp_path: Path) -> None:
     done = shell(environment(fake_slurm, tmp_path), "-n4", text="x=5\nfalse\necho x=$x\nexit 3\n")
     assert (done.returncode, done.stdout) == (3, "x=5\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("kill -9 $$", 137),
+        ("kill -TERM $$", 143),
+        ("kill -INT $$", 130),
+        ("python -c 'import os; os.kill(os.getpid(), 9)'", 137),
+        ("exit 255", 255),
+        ("true", 0),
+    ],
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_command_that_a_signal_ends_has_a_code_above_128(
+    fake_slurm: FakeCommands, tmp_path: Path, line: str, code: int, typed: bool
+) -> None:
+    """salloc says 0 then, as the fake one does."""
+    env = environment(fake_slurm, tmp_path)
+    done = shell(env, "-N", "1", "--command", line) if typed else shell(env, "-N", "1", text=line + "\n")
+    assert done.returncode == code, done.stderr
+    assert not list(tmp_path.glob("hpc_train_s*"))
+
+
+@pytest.mark.parametrize("code", [1, 255])
+@pytest.mark.parametrize("command", ["shell", "doctor"])
+def test_a_salloc_that_refuses_gives_a_code_of_ours(
+    fake_slurm: FakeCommands, tmp_path: Path, command: str, code: int
+) -> None:
+    fake_slurm.add("salloc", err="salloc: error: invalid partition specified: gold\n", code=code)
+    fake_slurm.add("srun")
+    words = [sys.executable, "-m", "hpc_train", command, "-N", "1", "-p", "gold"]
+    done = subprocess.run(
+        words, env=environment(fake_slurm, tmp_path), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 3
+    assert "salloc: error: invalid partition specified: gold\n" in done.stderr
+    assert f"hpc-train: error: salloc started nothing and ended with exit code {code}" in done.stderr
+    assert not list(tmp_path.glob("hpc_train_salloc_*"))
+
+
+def test_a_term_while_salloc_waits_is_passed_on_to_it(fake_slurm: FakeCommands, tmp_path: Path) -> None:
+    (fake_slurm.folder / "salloc").write_text(
+        "#!/bin/bash\ntrap 'echo revoked; exit 1' TERM\necho waiting\nread -r _\n"
+    )
+    words = [sys.executable, "-m", "hpc_train", "shell", "-N", "1"]
+    env = environment(fake_slurm, tmp_path)
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None and waiting.stdout.readline() == "waiting\n"
+        waiting.terminate()
+        assert waiting.stdout.readline() == "revoked\n"
+        assert waiting.wait(timeout=20) == 3
 
 
 def test_modules_of_a_configuration_are_loaded_and_one_that_fails_ends_a_script(
@@ -159,6 +212,6 @@ def test_the_greeting_says_until_when_and_who_counts_the_ranks() -> None:
 
 
 def test_what_follows_dashes_comes_behind_our_flags() -> None:
-    assert salloc_argv({"nodes": "2", "exclusive": ""}, ["--quiet", "-H"]) == [
-        "salloc", "--nodes=2", "--exclusive", "--quiet", "-H",
+    assert salloc_options({"nodes": "2", "exclusive": ""}, ["--quiet", "-H"]) == [
+        "--nodes=2", "--exclusive", "--quiet", "-H",
     ]  # fmt: skip

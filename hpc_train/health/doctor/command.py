@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.environment import fill_unset, process_env, scrubbed_for_submission
+from hpc_train.cluster.environment import fill_unset, process_env
 from hpc_train.cluster.hostlist import compress_hostlist
 from hpc_train.cluster.mpi_site import MpiLibrary
 from hpc_train.cluster.process import own_process
@@ -33,6 +33,7 @@ from hpc_train.health.doctor import infiniband, modules, mpi_check, network, pyt
 from hpc_train.health.doctor.answers import ask, complaint
 from hpc_train.health.doctor.findings import Finding, format_report, merge, would_stop_a_run
 from hpc_train.health.doctor.node import look_at_node, parse_node_lines
+from hpc_train.launch.salloc import run_salloc
 from hpc_train.launch.site import find_mpirun, mpi_variables, mpirun_needs
 from hpc_train.launch.slurm_flags import given_flags
 from hpc_train.launch.steps import agents_env
@@ -183,11 +184,11 @@ def _place(found: Found, job: JobFacts | None) -> Place:
 
 
 def _in_own_job(options: Namespace, flags: Mapping[str, str], place: Place, env: Mapping[str, str]) -> int:
-    """Become salloc, which runs this command again inside a job.
+    """Have salloc run this command again inside a job.
 
     Raises:
         ConfigError: we are in a job already.
-        LaunchError: there is no salloc.
+        LaunchError: there is no salloc, or it grants nothing.
     """
     given = [f"--{long}={value}" if value else f"--{long}" for long, value in flags.items()]
     given += options.verbatim or []
@@ -203,7 +204,7 @@ def _in_own_job(options: Namespace, flags: Mapping[str, str], place: Place, env:
     defaults = {"nodes": "2", "time": "10", "job-name": "hpc-train-doctor"}
     asked = [f"--{name}={value}" for name, value in defaults.items() if name not in flags]
     command = [sys.executable, "-m", "hpc_train", "doctor", *_same_options(options)]
-    os.execve(salloc, [salloc, *asked, *given, *command], scrubbed_for_submission(env))
+    return run_salloc(salloc, [*asked, *given], command, env)
 
 
 def _same_options(options: Namespace) -> list[str]:
