@@ -50,8 +50,10 @@ def give_to_user(folder: Path) -> None:
 
 def shell(kind: str, centre: Centre, text: str) -> list[str]:
     """A user's shell at a site with that kind of modules, and nothing of ours in its environment."""
-    lines = [MODULE_COMMANDS[kind](), f"module use {centre.module_dir}", text]
+    lines = [MODULE_COMMANDS[kind](centre.root), f"module use {centre.module_dir}", text]
     clean = ["env", "-u", "PYTHONPATH", "-u", "MPI4PY_LIBMPI", "-u", "MODULEPATH", "-u", "VIRTUAL_ENV", "-u", "TMPDIR"]
+    # torch's compiler, once imported, leaves its own in the environment of the tests.
+    clean += [word for variable in CACHE_VARIABLES for word in ("-u", variable)]
     return [*clean, "PATH=/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS=1", "bash", "-c", "\n".join(lines)]
 
 

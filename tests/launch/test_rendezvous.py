@@ -77,7 +77,7 @@ def test_once_all_have_met_no_deadline_stops_them(server: RendezvousServer) -> N
 
 def test_a_rank_that_waits_in_vain_says_for_what(server: RendezvousServer) -> None:
     with pytest.raises(LaunchError, match="rank 2 gave up: rank 0 has not said where it listens"):
-        client(server, 2, limit_s=2.0).ask()
+        client(server, 2, limit_s=6.0).ask()
 
 
 def test_a_driver_that_does_not_answer_is_named() -> None:

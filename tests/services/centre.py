@@ -58,6 +58,8 @@ def build_centre(parent: Path | None = None) -> Centre:
     root = Path(tempfile.mkdtemp(prefix="hpc_train-centre-", dir=parent))
     root.chmod(0o755)
     python = open_python(root / "python")
+    # The checkout may lie where other users cannot read.
+    shutil.copytree(TCL_MODULES, root / "environment-modules", symlinks=True)
     software = root / "software"
     release = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site_packages = software / "lib" / release / "site-packages"
@@ -186,8 +188,8 @@ def _call(command: list[str | Path], env: Mapping[str, str] | None = None) -> st
     return done.stdout
 
 
-MODULE_COMMANDS: dict[str, Callable[[], str]] = {
-    "lmod": lambda: f'module() {{ eval "$({LMOD} bash "$@")"; }}',
-    "tcl": lambda: f'module() {{ eval "$(tclsh {tcl_modulecmd()} bash "$@")"; }}',
+MODULE_COMMANDS: dict[str, Callable[[Path], str]] = {
+    "lmod": lambda root: f'module() {{ eval "$({LMOD} bash "$@")"; }}',
+    "tcl": lambda root: f'module() {{ eval "$(tclsh {tcl_modulecmd(root / "environment-modules")} bash "$@")"; }}',
 }
-"""Bash that defines `module`, as a site's profile does."""
+"""Bash that defines `module`, as a site's profile does, for a centre with this root."""
