@@ -155,14 +155,14 @@ class RendezvousClient:
 
     def _talk(self, more: dict[str, Any]) -> Endpoint:
         """Try until the deadline. Waits grow and are random, so that thousands do not come again at once."""
-        pause_s, silent = 0.05, "rank 0 has not said where it listens"
+        pause_s, silent, has_answered = 0.05, "rank 0 has not said where it listens", False
         problem = silent
         while (left_s := self.deadline - time.monotonic()) > 0:
             try:
                 answer = self._once(self._line({**more, "hold_s": left_s / 2}), min(left_s, _HOLD_S + 10.0))
             except (OSError, ValueError) as error:
-                # Of the last moments too little is left for an answer on a busy machine; that says nothing of the driver.
-                if left_s > 1.0 or problem is not silent:
+                # Of the last moments too little is left for an answer on a busy machine: that tells nothing new.
+                if left_s > 1.0 or not has_answered:
                     problem = f"the driver at {self.host}:{self.port} does not answer ({error})"
                 time.sleep(min(left_s, random.uniform(0.5, 1.5) * pause_s))
                 pause_s = min(2.0, 2 * pause_s)
@@ -173,7 +173,7 @@ class RendezvousClient:
                 )
             if "port" in answer:
                 return Endpoint(str(answer["host"]), int(answer["port"]))
-            problem = silent
+            problem, has_answered = silent, True
         raise LaunchError(
             f"rank {self.rank} gave up: {problem}. The driver lists the ranks that it never heard from; "
             "raise the limit by --timeout SECONDS if the nodes are only slow to start"
