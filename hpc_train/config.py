@@ -44,6 +44,7 @@ class ModelConfig(Section):
     ffn_hidden_size: Positive | None = None
     vocab_size: Positive
     tied_embeddings: bool = False
+    dropout: Fraction = 0.0
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     init_std: Annotated[float, Field(gt=0)] = 0.02
@@ -92,15 +93,15 @@ class ParallelConfig(Section):
     dp: Positive | None = None
     cp: Positive = 1
     tp: Positive = 1
+    sequence_parallel: bool = False
     layers_per_stage: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _only_dp_so_far(self) -> ParallelConfig:
-        for axis in ("pp", "cp", "tp"):
-            if getattr(self, axis) != 1:
-                raise ValueError(
-                    f"parallel.{axis}={getattr(self, axis)} is not supported by this version: use {axis}=1 and dp"
-                )
+    def _no_cp_so_far(self) -> ParallelConfig:
+        if self.cp != 1:
+            raise ValueError(f"parallel.cp={self.cp} is not supported by this version: use cp=1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("parallel.sequence_parallel has no effect with tp=1; leave it out, or use tp=2 or more")
         return self
 
     @model_validator(mode="after")
@@ -145,6 +146,7 @@ class TrainConfig(Section):
     global_batch_size: Positive
     micro_batch_size: Positive = 1
     precision: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
     seed: NonNegative = 1234
     eval_every: NonNegative = 0
     eval_batches: Positive = 8

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.config import ModelConfig
 from hpc_train.errors import CheckpointError
+from hpc_train.plan.parameters import UNSPLIT, ModelPart, plan_parameters
 
 MODEL_PREFIX = "model."
 """Before a parameter's name in a checkpoint."""
@@ -29,41 +30,8 @@ class ModelSpec:
 
 def model_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Unpadded global shapes by name, in the model's order. A tied head has no tensor of its own."""
-    model, h = spec.model, spec.model.hidden_size
-    is_gpt = model.family == "gpt"
-    tensors: dict[str, Shape] = {"embedding.weight": (model.vocab_size, h)}
-    if is_gpt:
-        tensors["positions.weight"] = (spec.max_seq_len, h)
-    for layer in range(model.num_layers):
-        tensors |= {f"layers.{layer}.{name}": shape for name, shape in _layer_tensors(model).items()}
-    tensors |= _with_bias("norm", (h,), is_gpt)
-    if not model.tied_embeddings:
-        tensors["head.weight"] = (model.vocab_size, h)
-    return tensors
-
-
-def _layer_tensors(model: ModelConfig) -> dict[str, Shape]:
-    is_gpt, h, kv = model.family == "gpt", model.hidden_size, model.kv_heads * model.head_size
-    weights: dict[str, Shape] = {
-        "attention_norm": (h,),
-        "attention.q": (h, h),
-        "attention.k": (kv, h),
-        "attention.v": (kv, h),
-        "attention.out": (h, h),
-        "ffn_norm": (h,),
-    }
-    if not is_gpt:
-        weights["ffn.gate"] = (model.ffn_size, h)
-    weights |= {"ffn.up": (model.ffn_size, h), "ffn.down": (h, model.ffn_size)}
-    tensors: dict[str, Shape] = {}
-    for name, shape in weights.items():
-        tensors |= _with_bias(name, shape, is_gpt)
-    return tensors
-
-
-def _with_bias(name: str, shape: Shape, has_bias: bool) -> dict[str, Shape]:
-    weight = {f"{name}.weight": shape}
-    return weight | {f"{name}.bias": shape[:1]} if has_bias else weight
+    whole = ModelPart.whole(spec.model)
+    return {plan.name: plan.shape for plan in plan_parameters(spec.model, spec.max_seq_len, whole, UNSPLIT)}
 
 
 def require_model(checkpoint: Path, manifest: Manifest, spec: ModelSpec) -> None:

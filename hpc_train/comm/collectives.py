@@ -61,17 +61,7 @@ def reduce_scatter_sum_(flat: torch.Tensor, group: Group) -> torch.Tensor:
         The view flat[group_rank * shard : (group_rank + 1) * shard].
     """
     parts = flat.view(group.group_size, -1)
-    mine = parts[group.group_rank]
-    if group.group_size == 1:
-        return mine
-    if group.backend == "nccl":
-        dist.reduce_scatter_tensor(mine, flat, group=group.handle)
-        return mine
-    piece = max(1, _PIECE_BYTES // flat.element_size())
-    for start in range(0, mine.numel(), piece):
-        stop = min(start + piece, mine.numel())
-        _exchange_and_add(parts, mine[start:stop], start, stop, group)
-    return mine
+    return _reduce_scatter_into(parts[group.group_rank], parts, group)
 
 
 def all_gather_(flat: torch.Tensor, group: Group) -> None:
@@ -94,6 +84,62 @@ def all_gather_(flat: torch.Tensor, group: Group) -> None:
         work.wait()  # type: ignore[union-attr]
 
 
+def all_reduce_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Replace a contiguous tensor by its sum over the group, the same bits on every rank, and return it. Collective."""
+    if group.group_size == 2 and group.backend != "nccl":
+        # One exchange of all of it moves the bytes of a ring in half its steps; a sum of two has no order.
+        received = group.scratch(tensor, tuple(tensor.shape))
+        (peer,) = [rank for rank in group.ranks if rank != group.ranks[group.group_rank]]
+        works = [dist.irecv(received, src=peer, group=group.handle), dist.isend(tensor, dst=peer, group=group.handle)]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        return tensor.add_(received)
+    if group.group_size > 1:
+        dist.all_reduce(tensor, group=group.handle)
+    return tensor
+
+
+def all_gather_tokens(x_BTh: torch.Tensor, group: Group) -> torch.Tensor:
+    """The whole sequences, from each rank's share of their tokens. Collective.
+
+    x_BTh: (B, T/n, h) on each of the n ranks, in group order; the result is (B, T, h).
+    """
+    num_shares = group.group_size
+    B, share, h = x_BTh.shape
+    gathered_nBTh = x_BTh.new_empty(num_shares, B, share, h)
+    gathered_nBTh[group.group_rank].copy_(x_BTh)
+    all_gather_(gathered_nBTh.view(-1), group)
+    return gathered_nBTh.transpose(0, 1).reshape(B, num_shares * share, h)
+
+
+def reduce_scatter_tokens(x_BTh: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's share of the tokens of the sum over the group. Collective.
+
+    x_BTh: (B, T, h), a partial sum of all tokens on each of the n ranks; the result is (B, T/n, h).
+    """
+    num_shares = group.group_size
+    B, T, h = x_BTh.shape
+    parts_nBTh = x_BTh.view(B, num_shares, T // num_shares, h).transpose(0, 1).contiguous()  # a view where B is 1
+    share_BTh = parts_nBTh[group.group_rank].clone()
+    _reduce_scatter_into(share_BTh.view(-1), parts_nBTh.view(num_shares, -1), group)
+    return share_BTh
+
+
+def send_to(tensor: torch.Tensor, group_rank: int, group: Group) -> dist.Work:
+    """Begin to send a contiguous tensor; it must live unchanged until the work that is returned has been awaited."""
+    return _work(dist.isend(tensor, dst=group.ranks[group_rank], group=group.handle))
+
+
+def receive_from(tensor: torch.Tensor, group_rank: int, group: Group) -> dist.Work:
+    """Begin to fill a contiguous tensor with what a rank of the group sends; valid when the work has been awaited."""
+    return _work(dist.irecv(tensor, src=group.ranks[group_rank], group=group.handle))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only ranks that are no members of a group get none"
+    return work
+
+
 def all_reduce_sum(values: list[float], group: Group, device: torch.device) -> list[float]:
     """Sums of a few numbers over the group, in double precision, the same on every rank."""
     if group.group_size == 1:
@@ -101,6 +147,20 @@ def all_reduce_sum(values: list[float], group: Group, device: torch.device) -> l
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, group=group.handle)
     return [float(value) for value in tensor]
+
+
+def _reduce_scatter_into(mine: torch.Tensor, parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum this rank's part over the group into `mine`, which holds its own summand on entry."""
+    if group.group_size == 1:
+        return mine
+    if group.backend == "nccl":
+        dist.reduce_scatter_tensor(mine, parts, group=group.handle)
+        return mine
+    piece = max(1, _PIECE_BYTES // mine.element_size())
+    for start in range(0, mine.numel(), piece):
+        stop = min(start + piece, mine.numel())
+        _exchange_and_add(parts, mine[start:stop], start, stop, group)
+    return mine
 
 
 def _exchange_and_add(parts: torch.Tensor, mine: torch.Tensor, start: int, stop: int, group: Group) -> None:

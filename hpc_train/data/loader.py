@@ -43,7 +43,7 @@ class Batch:
     `labels` has the next token of the same document, or -100 where nothing is learnt: at a document's end, in
     padding, and where the loss mask says so. `positions` starts at 0 in each piece. `boundaries` has for each
     row the lengths of its pieces, padding as a piece of its own; their sum is T. `num_tokens` leaves padding
-    out.
+    out. `sequences` has for each row the number of its sequence in the step, the same however ranks share it.
     """
 
     tokens: torch.Tensor
@@ -52,6 +52,7 @@ class Batch:
     boundaries: tuple[tuple[int, ...], ...]
     num_tokens: int
     num_supervised: int
+    sequences: tuple[int, ...] = ()
 
 
 @final
@@ -427,4 +428,5 @@ def _to_batch(micro_batch: MicroBatch, rows: Mapping[int, _Row]) -> Batch:
         boundaries=tuple(rows[p.sequence].boundaries(p.start, p.start + length) for p in pieces),
         num_tokens=sum(max(0, min(rows[p.sequence].num_tokens - p.start, length)) for p in pieces),
         num_supervised=int((labels != IGNORED_LABEL).sum()),
+        sequences=tuple(piece.sequence for piece in pieces),
     )

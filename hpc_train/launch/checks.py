@@ -12,17 +12,24 @@ from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import check_split
 from hpc_train.plan.run_files import CONFIG_FILE, OUTCOME_FILE, read_json
+from hpc_train.plan.schedule import check_micro_batches
+from hpc_train.plan.stages import plan_stages
 
 
 def check_before_start(config: Config, mesh: Mesh) -> None:
-    """Batch arithmetic and the presence of all data files.
+    """Batch arithmetic, the model's split over the mesh, and the presence of all data files.
 
     Raises:
-        ConfigError: the batch does not divide.
+        ConfigError: the batch does not divide, the model cannot be split so, or a pipeline gets too few micro-batches.
         DataError: a data file is missing or unreadable; all of them are named.
     """
-    check_batch_sizes(config.train.global_batch_size, config.train.micro_batch_size, mesh.dp)
+    train, parallel = config.train, config.parallel
+    check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
+    check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
+    plan_stages(config, train.recompute)
+    check_micro_batches(mesh.pp, train.global_batch_size // train.micro_batch_size // mesh.dp)
     missing = []
     for source in (*config.data.train, *config.data.heldout):
         for ending in (".bin", ".idx"):

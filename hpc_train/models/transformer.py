@@ -6,13 +6,18 @@ Parameter names are the global names of checkpoints: layers by index, q, k, v, g
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpc_train.config import ModelConfig
+from hpc_train.models.dropout import DropoutKey, drop
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,38 @@ class AttentionPlan:
         return cls((same_BTT & causal_TT)[:, None])
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch as a model reads it.
+
+    tokens_BT, labels_BT (-100: not supervised), positions_BT (a token's place in its document): (B, T) int64. dropout:
+    None where nothing is dropped.
+    """
+
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    plan: AttentionPlan
+    dropout: DropoutKey | None = None
+
+
 class Attention(nn.Module):
-    """Multi-head attention with grouped key/value heads; RoPE where `rotary` is given."""
+    """Multi-head attention with grouped key/value heads; RoPE where `rotary` is given.
+
+    kv_of_head: for each query head its key/value head, where they are not in equal groups in order.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = config.family == "gpt"
         kv_size = config.kv_heads * config.head_size
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        self.kv_of_head: tuple[int, ...] | None = None
+        self.recompute_core = False
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
         self.k = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.v = nn.Linear(config.hidden_size, kv_size, bias=bias)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+        self.out: nn.Module = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
 
     def forward(
         self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -60,17 +85,29 @@ class Attention(nn.Module):
         q_BHTD = self.q(x_BTh).view(B, T, self.num_heads, self.head_size).transpose(1, 2)
         k_BKTD = self.k(x_BTh).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
         v_BKTD = self.v(x_BTh).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+        y_BHTD = _maybe_recomputed(self.recompute_core, self._core, q_BHTD, k_BKTD, v_BKTD, plan, rotary)
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+
+    def _core(
+        self,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        plan: AttentionPlan,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
         if rotary is not None:
             q_BHTD, k_BKTD = _rotate(q_BHTD, *rotary), _rotate(k_BKTD, *rotary)
-        y_BHTD = F.scaled_dot_product_attention(
+        if self.kv_of_head is not None:
+            k_BKTD, v_BKTD = k_BKTD[:, list(self.kv_of_head)], v_BKTD[:, list(self.kv_of_head)]
+        return F.scaled_dot_product_attention(
             q_BHTD,
             k_BKTD,
             v_BKTD,
             attn_mask=plan.mask_B1TT,
             is_causal=plan.mask_B1TT is None,
-            enable_gqa=self.kv_heads != self.num_heads,
+            enable_gqa=k_BKTD.shape[1] != self.num_heads,
         )
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
 class GptFeedForward(nn.Module):
@@ -78,11 +115,12 @@ class GptFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.recompute_core = False
         self.up = nn.Linear(config.hidden_size, config.ffn_size)
         self.down = nn.Linear(config.ffn_size, config.hidden_size)
 
     def forward(self, x_BTh: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x_BTh), approximate="tanh"))
+        return self.down(_maybe_recomputed(self.recompute_core, _gelu, self.up(x_BTh)))
 
 
 class LlamaFeedForward(nn.Module):
@@ -90,82 +128,90 @@ class LlamaFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.recompute_core = False
         self.gate = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
         self.up = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
         self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTh: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x_BTh)) * self.up(x_BTh))
+        return self.down(_maybe_recomputed(self.recompute_core, _swiglu, self.gate(x_BTh), self.up(x_BTh)))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); what is added may be dropped out."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.ffn_norm = _norm(config)
         self.ffn: nn.Module = GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
 
     def forward(
-        self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x_BTh: torch.Tensor,
+        plan: AttentionPlan,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        dropout: DropoutKey | None = None,
+        first_token: int = 0,
     ) -> torch.Tensor:
-        x_BTh = x_BTh + self.attention(self.attention_norm(x_BTh), plan, rotary)
-        return x_BTh + self.ffn(self.ffn_norm(x_BTh))
+        """first_token: the place in its sequence of the first token of x."""
+        y_BTh = self.attention(self.attention_norm(x_BTh), plan, rotary)
+        x_BTh = x_BTh + drop(y_BTh, dropout, layer=self.layer, site=0, first_token=first_token)
+        y_BTh = self.ffn(self.ffn_norm(x_BTh))
+        return x_BTh + drop(y_BTh, dropout, layer=self.layer, site=1, first_token=first_token)
 
 
 class Transformer(nn.Module):
-    """Token ids to the summed loss of the supervised tokens, or to logits."""
+    """Token ids to the summed loss of the supervised tokens, or to logits; or one part of the way.
 
-    def __init__(self, config: ModelConfig, max_seq_len: int) -> None:
+    A part has some of the layers, under their numbers in the whole, and perhaps the embedding or the head. Between
+    parts the residual stream travels: (B, T, h), or a share of the tokens where `stream_part` says so.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_seq_len: int,
+        *,
+        layers: range | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+    ) -> None:
         """Parameters are left unset; call `init_weights`.
 
-        max_seq_len: the longest sequence; sets the table of learned positions (gpt).
+        max_seq_len: the longest sequence; sets the table of learned positions (gpt). layers: None for all.
         """
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(max_seq_len, config.hidden_size) if config.family == "gpt" else None
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = _norm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tied_embeddings:
-            self.head.weight = self.embedding.weight
-        self._rope_frequencies: torch.Tensor
-        if config.family == "llama":
-            self.register_buffer("_rope_frequencies", _rope_frequencies(config), persistent=False)
+        self.recompute_blocks = False
+        self.stream_part = (0, 1)  # which of how many equal shares of each sequence the residual stream holds
+        self.embedding: nn.Module | None = None
+        if has_embedding:
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        has_positions = has_embedding and config.family == "gpt"
+        self.positions = nn.Embedding(max_seq_len, config.hidden_size) if has_positions else None
+        numbers = range(config.num_layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in numbers})
+        self.norm = _norm(config) if has_head else None
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_head else None
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.config.tied_embeddings and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight  # type: ignore[assignment]
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from one generator, in the order of the names: the same on every rank and mesh.
-
-        Linears and embeddings are normal with `init_std`; those that write to the residual stream are narrower by
-        sqrt(2 * layers), as GPT-2 does. Norms start at one, biases at zero.
-        """
-        generator = torch.Generator(device=self.embedding.weight.device).manual_seed(seed)
-        residual_std = self.config.init_std / (2 * self.config.num_layers) ** 0.5
+        """Set all weights, each as a function of the seed and its name."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:
-                is_residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
-                std = residual_std if is_residual else self.config.init_std
-                parameter.normal_(0.0, std, generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.fill_(1.0)
+            parameter.copy_(initial_values(self.config, name, tuple(parameter.shape), seed, parameter.device))
 
     def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Logits: (B, T, V), in the parameters' type. positions_BT: a token's place in its document."""
-        x_BTh = self.embedding(tokens_BT)
-        rotary = None
-        if self.positions is not None:
-            x_BTh = x_BTh + self.positions(positions_BT)
-        else:
-            rotary = self._rotary(positions_BT, x_BTh.dtype)
-        for layer in self.layers:
-            x_BTh = layer(x_BTh, plan, rotary)
-        return self.head(self.norm(x_BTh))
+        """Logits of a whole model: (B, T, V), in the parameters' type. positions_BT: places in the document."""
+        inputs = Inputs(tokens_BT, tokens_BT, positions_BT, plan)
+        return self.logits(self.hidden(None, inputs))
 
     def loss_sum(
         self,
@@ -174,19 +220,86 @@ class Transformer(nn.Module):
         positions_BT: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Cross entropy summed over supervised tokens (label not -100), fp32 scalar, in nats.
+        """The loss of a whole model; see `loss`."""
+        inputs = Inputs(tokens_BT, labels_BT, positions_BT, plan)
+        return self.loss(self.hidden(None, inputs), labels_BT)
+
+    def hidden(self, x_BTh: torch.Tensor | None, inputs: Inputs) -> torch.Tensor:
+        """The residual stream behind this part's layers; x_BTh is None where the embedding is this part's."""
+        share, num_shares = self.stream_part
+        first_token = share * (inputs.tokens_BT.shape[1] // num_shares)
+        if self.embedding is not None:
+            x_BTh = self._embed(inputs, first_token)
+        assert x_BTh is not None
+        rotary = self._rotary(inputs.positions_BT, x_BTh.dtype) if self.config.family == "llama" else None
+        for layer in self.layers.values():
+            x_BTh = _maybe_recomputed(
+                self.recompute_blocks, layer, x_BTh, inputs.plan, rotary, inputs.dropout, first_token
+            )
+        return x_BTh
+
+    def logits(self, x_BTh: torch.Tensor) -> torch.Tensor:
+        assert self.norm is not None and self.head is not None
+        return self.head(self.norm(x_BTh))
+
+    def loss(self, x_BTh: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """Cross entropy summed over supervised tokens (label not -100), scalar of fp32 or better, in nats.
 
         Without any supervised token it is an exact zero that still reaches every parameter.
         """
-        logits_BTV = self(tokens_BT, positions_BT, plan)
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=-100, reduction="sum"
-        )
+        logits_NV = self.logits(x_BTh).flatten(0, 1)
+        return summed_loss(logits_NV, labels_BT.flatten())
+
+    def _embed(self, inputs: Inputs, first_token: int) -> torch.Tensor:
+        assert self.embedding is not None
+        x_BTh = self.embedding(inputs.tokens_BT)
+        if self.positions is not None:
+            x_BTh = x_BTh + self.positions(inputs.positions_BT[:, first_token : first_token + x_BTh.shape[1]])
+        return drop(x_BTh, inputs.dropout, layer=-1, site=0, first_token=first_token)
 
     def _rotary(self, positions_BT: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        angles_BTF = positions_BT[..., None].float() * self._rope_frequencies
+        frequencies_F = _rope_frequencies(self.config, positions_BT.device)
+        angles_BTF = positions_BT[..., None].float() * frequencies_F
         angles_B1TD = torch.cat([angles_BTF, angles_BTF], dim=-1)[:, None]
         return angles_B1TD.cos().to(dtype), angles_B1TD.sin().to(dtype)
+
+
+def initial_values(
+    config: ModelConfig, name: str, shape: tuple[int, ...], seed: int, device: torch.device
+) -> torch.Tensor:
+    """The whole parameter `name` as training begins, in fp32: the same whichever rank or mesh asks.
+
+    Linears and embeddings are normal with `init_std`; those that write to the residual stream are narrower by
+    sqrt(2 * layers), as GPT-2 does. Norms start at one, biases at zero.
+    """
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+    is_residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+    std = config.init_std / (2 * config.num_layers) ** 0.5 if is_residual else config.init_std
+    digest = hashlib.sha256(f"{seed},{name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+
+
+def summed_loss(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Cross entropy summed over the labels that are not -100."""
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum")
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def _maybe_recomputed(is_recomputed: bool, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Call a function; if so asked and gradients are wanted, keep only its inputs and call it again in the backward."""
+    if not is_recomputed or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -195,9 +308,9 @@ def _norm(config: ModelConfig) -> nn.Module:
     return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
 
 
-def _rope_frequencies(config: ModelConfig) -> torch.Tensor:
+def _rope_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
     """(D/2,): Su et al., "RoFormer", 2021."""
-    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
     return config.rope_theta**-exponents
 
 

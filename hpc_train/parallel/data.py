@@ -1,46 +1,69 @@
 """Data parallel with sharded optimizer state (ZeRO-1) on flat buffers.
 
-Parameters lie one behind the other in one flat buffer and the model's tensors are views of it. Gradients are
-summed in fp32 in a second flat buffer. At the end of a step each rank gets its shard of the summed gradients,
-updates its shard of the parameters, and the shards are gathered into the buffer that the model sees.
+A rank's parameters lie one behind the other in one flat buffer and the model's tensors are views of it. Gradients are
+summed in fp32 in a second flat buffer. At the end of a step each rank of a dp group gets its shard of the summed
+gradients, updates its shard of the parameters, and the shards are gathered into the buffer that the model sees.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC'20.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from hpc_train.comm.collectives import Group, all_gather_, reduce_scatter_sum_
-from hpc_train.plan.flat import FlatLayout, lay_out
+from hpc_train.plan.flat import Box, FlatLayout, boxes_of_range, lay_out
+from hpc_train.plan.parameters import LocalParameter
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """A box of a global parameter in this rank's shard, at elements start .. of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
 
 
 class ShardedParameters:
     """A model's parameters and gradients as flat buffers, and this rank's shard of them.
 
-    layout: where each parameter lies; those with two and more dimensions first, so that weight decay needs one
-    range of a shard. master_shard: (shard,), fp32, what the optimizer updates: a part of the parameter buffer in
-    fp32 training, a copy of its own in bf16.
+    layout: where each of this rank's parameters lies, under its local name; those with two and more dimensions first,
+    so that weight decay needs one range of a shard. plans: what each is a part of. master_shard: (shard,), fp32, what
+    the optimizer updates: a part of the parameter buffer in fp32 training, a copy of its own in bf16. Parameters of
+    fp64, which tests use, have everything in fp64.
     """
 
     layout: FlatLayout
     master_shard: torch.Tensor
 
-    def __init__(self, model: nn.Module, group: Group, dtype: torch.dtype) -> None:
-        """Move the model's parameters into the flat buffer, as `dtype`. Every rank must hold equal values."""
+    def __init__(
+        self, model: nn.Module, group: Group, dtype: torch.dtype, plans: Sequence[LocalParameter] | None = None
+    ) -> None:
+        """Move the model's parameters into the flat buffer, as `dtype`. Every rank of the group must hold equal values.
+
+        plans: None where the model is whole.
+        """
         self.group = group
         named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)
+        whole = [LocalParameter(name, name, tuple(p.shape), Box((0,) * p.dim(), tuple(p.shape))) for name, p in named]
+        self.plans = {plan.local_name: plan for plan in (whole if plans is None else plans)}
         self.layout = lay_out([(name, tuple(p.shape)) for name, p in named], group.group_size)
         device = named[0][1].device
         padded = self.layout.padded_elements
-        self.gradients = torch.zeros(padded, dtype=torch.float32, device=device)
-        master = torch.zeros(padded, dtype=torch.float32, device=device)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        self.gradients = torch.zeros(padded, dtype=exact, device=device)
+        master = torch.zeros(padded, dtype=exact, device=device)
         for place, (_, parameter) in zip(self.layout.parameters, named, strict=True):
             master[place.start : place.stop] = parameter.detach().flatten()
-        self.parameters = master if dtype == torch.float32 else master.to(dtype)
+        self.parameters = master if dtype == exact else master.to(dtype)
         start, stop = self.layout.shard_range(group.group_rank)
-        self.master_shard = master[start:stop] if dtype == torch.float32 else master[start:stop].clone()
+        self.master_shard = master[start:stop] if dtype == exact else master[start:stop].clone()
         self._num_decayed = sum(p.numel() for _, p in named if p.dim() >= 2)
         for place, (_, parameter) in zip(self.layout.parameters, named, strict=True):
             self._attach(parameter, place.start, place.stop)
@@ -57,10 +80,49 @@ class ShardedParameters:
         start, stop = self.layout.shard_range(self.group.group_rank)
         return self.gradients[start:stop]
 
+    def gradient_of(self, local_name: str) -> torch.Tensor:
+        """This rank's sum of a parameter's gradients, in its local shape."""
+        place = next(place for place in self.layout.parameters if place.name == local_name)
+        return self.gradients[place.start : place.stop].view(place.shape)
+
     def num_decayed_in_shard(self) -> int:
         """Elements at the head of this shard that belong to parameters with two and more dimensions."""
         start, stop = self.layout.shard_range(self.group.group_rank)
         return min(max(self._num_decayed - start, 0), stop - start)
+
+    def counted_ranges(self) -> list[tuple[int, int]]:
+        """Ranges of the flat buffer within this shard that this rank counts: every parameter is counted once in all."""
+        first, last = self.layout.shard_range(self.group.group_rank)
+        ranges: list[tuple[int, int]] = []
+        for place in self.layout.parameters:
+            counted_from = self.plans[place.name].counted_from
+            if counted_from is None:
+                continue
+            start, stop = max(first, place.start + counted_from), min(last, place.stop)
+            if start >= stop:
+                continue
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        return ranges
+
+    def pieces(self, *, counted: bool) -> Iterator[ShardPiece]:
+        """This shard as boxes of global parameters; counted: only what this rank counts."""
+        first, last = self.layout.shard_range(self.group.group_rank)
+        for place in self.layout.parameters:
+            plan = self.plans[place.name]
+            skipped = plan.counted_from if counted else 0
+            if skipped is None:
+                continue
+            start, stop = max(first, place.start + skipped), min(last, place.stop)
+            if start >= stop:
+                continue
+            at = start
+            for box in boxes_of_range(place.shape, start - place.start, stop - place.start):
+                offsets = tuple(a + b for a, b in zip(plan.box.offsets, box.offsets, strict=True))
+                yield ShardPiece(plan.name, plan.shape, Box(offsets, box.sizes), at)
+                at += box.num_elements
 
     def zero_gradients(self) -> None:
         self.gradients.zero_()
@@ -79,7 +141,7 @@ class ShardedParameters:
         shape = parameter.shape
         parameter.data = self.parameters[start:stop].view(shape)
         gradient = self.gradients[start:stop].view(shape)
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == gradient.dtype:
             parameter.grad = gradient  # autograd adds in place
             return
 

@@ -155,6 +155,26 @@ def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> in
     return None
 
 
+def check_micro_batches(num_stages: int, num_micro_batches: int) -> None:
+    """Refuse a pipeline that some stage of would be idle in every phase.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, with what would work.
+    """
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ConfigError(
+            f"a pipeline of {num_stages} stages with {num_micro_batches} micro-batches does nothing; give at least "
+            "1 stage and 1 micro-batch"
+        )
+    if num_micro_batches < num_stages:
+        raise ConfigError(
+            f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
+            f"micro-batches a step; 1F1B needs at least {num_stages}. Use parallel.pp={num_micro_batches} or less, or "
+            f"{num_stages} micro-batches or more by a larger train.global_batch_size, a smaller train.micro_batch_size "
+            "or a smaller parallel.dp."
+        )
+
+
 def plan_1f1b(num_stages: int, num_micro_batches: int, *, eager: bool = False) -> Schedule:
     """One forward, one backward: a stage keeps at most as many activations as there are stages from it to the end.
 
@@ -175,22 +195,18 @@ def plan_1f1b(num_stages: int, num_micro_batches: int, *, eager: bool = False) -
     after each step; receives posted an action ahead as in MegaScale (NSDI'24). Eager: Zhuang et al., "On optimizing
     the communication of model parallelism", MLSys'23.
     """
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ConfigError(
-            f"a pipeline of {num_stages} stages with {num_micro_batches} micro-batches does nothing; give at least "
-            "1 stage and 1 micro-batch"
-        )
-    if num_micro_batches < num_stages:
-        raise ConfigError(
-            f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
-            f"micro-batches a step; 1F1B needs at least {num_stages}. Use parallel.pp={num_micro_batches} or less, or "
-            f"{num_stages} micro-batches or more by a larger train.global_batch_size, a smaller train.micro_batch_size "
-            "or a smaller parallel.dp."
-        )
+    check_micro_batches(num_stages, num_micro_batches)
     ahead = [(2 if eager else 1) * (num_stages - 1 - stage) for stage in range(num_stages)]
     compute = [_compute_1f1b(min(number, num_micro_batches), num_micro_batches) for number in ahead]
     chunks = tuple((stage,) for stage in range(num_stages))
     return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+
+
+def plan_forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Every micro-batch forward through the stages, for an evaluation; any number of them."""
+    compute = [[Action(Op.F, index) for index in range(num_micro_batches)]] * num_stages
+    chunks = tuple((stage,) for stage in range(num_stages))
+    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks))
 
 
 def _compute_1f1b(num_ahead: int, num_micro_batches: int) -> list[Action]:

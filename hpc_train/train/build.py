@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from hpc_train.comm.collectives import world_group
+from hpc_train.comm.groups import BACKWARD, build_groups
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.loader import Loader
 from hpc_train.errors import HpcTrainError
 from hpc_train.log import say
-from hpc_train.models.transformer import Transformer
+from hpc_train.parallel.apply import build_part, set_initial_weights, set_recomputation
 from hpc_train.parallel.data import ShardedParameters
+from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import ModelPart, TensorSplit, num_parameters
+from hpc_train.plan.stages import plan_stages
 from hpc_train.train.loop import Run
 from hpc_train.train.metrics import Metrics
 from hpc_train.train.optimizer import ShardedAdamW
@@ -24,38 +29,64 @@ from hpc_train.train.step import Trainer
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_run(run_dir: Path, config: Config, world: World) -> Run:
+def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World) -> Run:
     """Everything that the loop needs. Collective over all ranks.
 
     Raises:
         ConfigError, DataError: on every rank, before any collective of the training.
     """
-    loader = _open_data(config, world)
-    trainer = build_trainer(config, world)
+    loader = _open_data(config, mesh, world)
+    trainer = build_trainer(config, mesh, world)
     peak, origin = world_peak_flops(world, _DTYPES[config.train.precision], config.train.peak_flops_per_rank)
     if world.rank == 0:
-        count = trainer.parameters.layout.num_elements
+        count = num_parameters(config.model, config.data.seq_len)
         say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}")
         say(f"peak of all ranks for MFU: {peak / 1e9:.1f} GFLOP/s ({origin})")
     return Run(config, world, run_dir, trainer, loader, _open_metrics(run_dir, config, world), peak)
 
 
-def build_trainer(config: Config, world: World) -> Trainer:
-    """Model, sharded parameters and optimizer on this rank's device."""
-    model = Transformer(config.model, config.data.seq_len)
-    model.init_weights(config.train.seed)
-    model.to(world.device)
-    group = world_group(world.world_size, world.rank, world.backend)
-    parameters = ShardedParameters(model, group, _DTYPES[config.train.precision])
+def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype | None = None) -> Trainer:
+    """This rank's part of the model, its sharded parameters and optimizer, and its place in the pipeline.
+
+    dtype: of the parameters; None for what train.precision says.
+    """
+    dtype = dtype or _DTYPES[config.train.precision]
+    stages = plan_stages(config, config.train.recompute)
+    groups = build_groups(world, mesh, with_tied=config.model.tied_embeddings)
+    coords = groups.coords
+    stage = coords["pp"]
+    part = ModelPart(stages[stage], stage == 0, stage == mesh.pp - 1)
+    split = TensorSplit(mesh.tp, coords["tp"], config.parallel.sequence_parallel)
+    model, plans = build_part(config.model, config.data.seq_len, part, split, groups.along("tp"), world.device)
+    set_recomputation(model, config.train.recompute)
+    set_initial_weights(model, plans, config.train.seed)
+    say(f"this rank: {_place(coords, part, mesh)}")
+    parameters = ShardedParameters(model, groups.along("dp"), dtype, plans)
     gc.collect()  # the tensors that the flat buffer replaced
-    optimizer = ShardedAdamW(parameters, config.optimizer)
-    return Trainer(model, parameters, optimizer, config.optimizer.clip_grad_norm, world.device)
+    return Trainer(
+        Pipeline([model], groups.along("pp"), groups.along(BACKWARD), dtype),
+        parameters,
+        ShardedAdamW(parameters, config.optimizer),
+        groups,
+        config.optimizer.clip_grad_norm,
+        world.device,
+        seed=config.train.seed,
+        dropout=config.model.dropout,
+    )
 
 
-def _open_data(config: Config, world: World) -> Loader:
+def _place(coords: Mapping[str, int], part: ModelPart, mesh: Mesh) -> str:
+    """In words for the log: which place of each axis, and which layers."""
+    axes = ", ".join(f"{axis} {place} of {getattr(mesh, axis)}" for axis, place in coords.items())
+    ends = [name for name, is_here in (("embedding", part.has_embedding), ("head", part.has_head)) if is_here]
+    layers = f"layers {part.layers.start} to {part.layers.stop - 1}"
+    return f"{axes}; {', '.join([layers, *ends])}"
+
+
+def _open_data(config: Config, mesh: Mesh, world: World) -> Loader:
     loader, error = None, None
     try:
-        loader = Loader(config.data, config.train, vocab_size=config.model.vocab_size, dp=world.world_size)
+        loader = Loader(config.data, config.train, vocab_size=config.model.vocab_size, dp=mesh.dp)
     except HpcTrainError as problem:
         error = problem
     world.agree(error)

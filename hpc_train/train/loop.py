@@ -68,7 +68,9 @@ def train(run: Run) -> Stopped | None:
             begin = time.perf_counter()
             run.step += 1
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
-            result = run.trainer.step(_micro_batches(run, run.loader.next_step(run.step)), lr, run.stop.wanted)
+            result = run.trainer.step(
+                run.step, _micro_batches(run, run.loader.next_step(run.step)), lr, run.stop.wanted
+            )
             stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -108,12 +110,12 @@ def _check_handlers(run: Run) -> None:
 def evaluate(run: Run) -> float:
     """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
     steps = run.loader.heldout_steps()
-    return run.trainer.evaluate(batch for step in steps for batch in _micro_batches(run, step))
+    return run.trainer.evaluate(_micro_batches(run, step) for step in steps)
 
 
 def _micro_batches(run: Run, step: Step) -> Iterator[Batch]:
-    """This rank's part of a step's plan."""
-    return run.loader.micro_batches(step, run.world.rank)
+    """This rank's part of a step's plan: that of its place on the dp axis."""
+    return run.loader.micro_batches(step, run.trainer.groups.coords["dp"])
 
 
 def restore(run: Run, loaded: Loaded) -> None:
@@ -153,7 +155,7 @@ def save(run: Run) -> bool:
         path = save_checkpoint(
             run.run_dir / CHECKPOINTS_FOLDER,
             run.step,
-            state_pieces(run.trainer),
+            state_pieces(run.trainer, counted=True),
             values,
             run.world,
             keep=run.config.checkpoint.keep,

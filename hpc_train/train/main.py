@@ -35,6 +35,8 @@ from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.stack_dump import answer_stack_requests
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode, HpcTrainError, LaunchError
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import num_parameters
 from hpc_train.plan.run import Plan
 from hpc_train.plan.run_files import (
     CHECKPOINTS_FOLDER,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from hpc_train.comm.world import World
     from hpc_train.config import Config
     from hpc_train.train.debugger import Debugger
-    from hpc_train.train.loop import Stopped
+    from hpc_train.train.loop import Run, Stopped
 
 _PATIENCE_S = 20.0
 """How long a network file system may take to show the plan to another node (assumed; NFS caches up to 60 s of
@@ -115,7 +117,7 @@ def _run(run_dir: Path, stop: StopMark) -> int:
         from hpc_train.config import load_config
 
         with attach_debugger(process_env(), world.rank) as debugger:
-            stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), world, stop, debugger)
+            stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), plan.mesh, world, stop, debugger)
         if stopped is not None and world.rank == 0:
             _write_outcome(run_dir, stopped)
         world.close()
@@ -149,7 +151,9 @@ def _greet_agent(world: World) -> None:
         ask_agent(job_key, os.getuid(), {"say": "hello", "rank": world.rank})
 
 
-def _train(run_dir: Path, config: Config, world: World, stop: StopMark, debugger: Debugger) -> Stopped | None:
+def _train(
+    run_dir: Path, config: Config, mesh: Mesh, world: World, stop: StopMark, debugger: Debugger
+) -> Stopped | None:
     from hpc_train.checkpoint.load import load_newest
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
@@ -159,14 +163,14 @@ def _train(run_dir: Path, config: Config, world: World, stop: StopMark, debugger
         log.copy_output(rank_log(run_dir, world.rank))
     report_environment(world)
     bind_rank(world, config.launch.bind, config.launch.num_threads)
-    run = build_run(run_dir, config, world)
+    run = build_run(run_dir, config, mesh, world)
     run.stop = stop
     if world.rank == 0:
         env = process_env()
         end_time = env.get(END_TIME_VARIABLE)
         warning_times = json.loads(env.get(WARNING_TIMES_VARIABLE, "{}"))
         stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s, warning_times)
-    _check_space(run_dir, run.trainer, world)
+    _check_space(run_dir, run, world)
     loaded = None
     if config.checkpoint.resume:
         loaded = load_newest(run_dir / CHECKPOINTS_FOLDER, loop.state_pieces(run.trainer), world)
@@ -194,16 +198,15 @@ def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
     write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
 
 
-def _check_space(run_dir: Path, trainer: object, world: World) -> None:
+def _check_space(run_dir: Path, run: Run, world: World) -> None:
     """Refuse at the start what would fail at the first save."""
     from hpc_train.train.state import state_bytes
-    from hpc_train.train.step import Trainer
 
-    assert isinstance(trainer, Trainer)
     error = None
     if world.rank == 0:
+        num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
         try:
-            require_free_bytes(run_dir, state_bytes(trainer), "one checkpoint", CheckpointError)
+            require_free_bytes(run_dir, num_bytes, "one checkpoint", CheckpointError)
         except CheckpointError as problem:
             error = problem
     world.agree(error)

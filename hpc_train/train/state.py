@@ -8,14 +8,14 @@ from hpc_train.checkpoint.state import StatePiece
 from hpc_train.train.step import Trainer
 
 
-def state_pieces(trainer: Trainer) -> list[StatePiece]:
+def state_pieces(trainer: Trainer, *, counted: bool = False) -> list[StatePiece]:
     """Views of this rank's shard of weights and moments, as boxes of the global parameters.
 
-    Weights are stored as the fp32 values that the optimizer updates, under `model.<name>`.
+    counted: only what this rank stores, since several ranks may hold the same. Weights are stored as the fp32 values
+    that the optimizer updates, under `model.<name>`.
     """
-    layout = trainer.parameters.layout
-    shard = trainer.parameters.group.group_rank
-    first, _ = layout.shard_range(shard)
+    parameters = trainer.parameters
+    first, _ = parameters.layout.shard_range(parameters.group.group_rank)
     buffers = {"model": trainer.parameters.master_shard}
     buffers |= {f"optimizer.{name}": moment for name, moment in trainer.optimizer.moments.items()}
     return [
@@ -25,14 +25,14 @@ def state_pieces(trainer: Trainer) -> list[StatePiece]:
             box=piece.box,
             data=buffer[piece.start - first : piece.start - first + piece.box.num_elements],
         )
-        for piece in layout.pieces(shard)
+        for piece in parameters.pieces(counted=counted)
         for prefix, buffer in buffers.items()
     ]
 
 
-def state_bytes(trainer: Trainer) -> int:
+def state_bytes(trainer: Trainer, num_parameters: int) -> int:
     """Size of a checkpoint of all ranks, in bytes: weights and two moments in fp32."""
-    return 4 * (1 + len(trainer.optimizer.moments)) * trainer.parameters.layout.num_elements
+    return 4 * (1 + len(trainer.optimizer.moments)) * num_parameters
 
 
 def plain_values(trainer: Trainer, loader_state: dict[str, Any], skipped_steps: int) -> dict[str, Any]:

@@ -1,23 +1,28 @@
 """One optimizer update: micro-batches, gradient sum, norm, clipping, update.
 
-1. forward and backward of this rank's micro-batches, gradients added in fp32
-2. reduce-scatter of the gradients
-3. one sum over ranks of (loss, supervised tokens, squared norm, wishes to stop): from here all ranks know the same
+1. forwards and backwards of this rank's part of the micro-batches, in the order of its pipeline stage's list
+2. sums of gradients that several ranks of a tp group or two stages hold; reduce-scatter over the dp group
+3. one sum over all ranks of (loss, supervised tokens, squared norm, wishes to stop): from here all know the same
 4. if they are finite: scale by tokens and clip, update, all-gather of the parameters; else skip, on all alike
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from hpc_train.comm.collectives import all_reduce_sum
-from hpc_train.models.transformer import AttentionPlan, Transformer
+from hpc_train.comm.groups import Groups
+from hpc_train.models.dropout import DropoutKey
+from hpc_train.models.transformer import AttentionPlan, Inputs
 from hpc_train.parallel.data import ShardedParameters
+from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.replicated import sum_replicated_gradients
+from hpc_train.plan.schedule import plan_1f1b, plan_forward_only
 from hpc_train.train.optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
@@ -48,22 +53,36 @@ def _never() -> bool:
 
 @dataclass
 class Trainer:
-    """The parts of a training state that a step changes."""
+    """The parts of a training state that a step changes, and how this rank works with the others.
 
-    model: Transformer
+    seed, dropout: what is dropped out is a function of the seed and the step's number.
+    """
+
+    pipeline: Pipeline
     parameters: ShardedParameters
     optimizer: ShardedAdamW
+    groups: Groups
     clip_grad_norm: float | None
     device: torch.device
+    seed: int = 0
+    dropout: float = 0.0
 
-    def step(self, micro_batches: Iterable[Batch], lr: float, stop_wanted: Callable[[], bool] = _never) -> StepResult:
-        """Collective over the data-parallel group. stop_wanted is asked once, late in the step."""
+    def step(
+        self, number: int, micro_batches: Iterable[Batch], lr: float, stop_wanted: Callable[[], bool] = _never
+    ) -> StepResult:
+        """Collective over all ranks. micro_batches: of this rank's place on the dp axis.
+
+        number: the step's, from 1. stop_wanted is asked once, late in the step.
+        """
+        batches = list(micro_batches)
         self.parameters.zero_gradients()
-        loss_sum, num_tokens, num_supervised = self._accumulate(micro_batches)
+        losses = self.pipeline.run(plan_1f1b(self._num_stages, len(batches)), self._inputs(batches, number))
+        sum_replicated_gradients(self.parameters, self.groups)
         shard = self.parameters.reduce_gradients()
-        square = _sum_of_squares(shard)
+        square = self._sum_of_squares()
+        loss_sum, tokens, supervised = self._counts(losses, batches)
         loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
-            [loss_sum, num_tokens, num_supervised, square, int(stop_wanted())], self.parameters.group, self.device
+            [loss_sum, tokens, supervised, square, int(stop_wanted())], self.groups.world, self.device
         )
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
         grad_norm = math.sqrt(square) / supervised if supervised else 0.0
@@ -75,39 +94,57 @@ class Trainer:
         return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over the batches of all ranks, in nats per supervised token. Collective."""
-        loss_sum, num_supervised = 0.0, 0
-        for batch in batches:
-            loss_sum += float(self._loss_sum(batch))
-            num_supervised += batch.num_supervised
-        loss_sum, supervised = all_reduce_sum([loss_sum, num_supervised], self.parameters.group, self.device)
+    def evaluate(self, steps: Iterable[Iterable[Batch]]) -> float:
+        """Mean loss, in nats per supervised token, over this place's micro-batches of each step. Collective."""
+        loss_sum, num_supervised = 0.0, 0.0
+        for micro_batches in steps:
+            batches = list(micro_batches)
+            schedule = plan_forward_only(self._num_stages, len(batches))
+            losses = self.pipeline.run(schedule, self._inputs(batches, None))
+            own_loss, _, own_supervised = self._counts(losses, batches)
+            loss_sum, num_supervised = loss_sum + own_loss, num_supervised + own_supervised
+        loss_sum, supervised = all_reduce_sum([loss_sum, num_supervised], self.groups.world, self.device)
         return loss_sum / supervised if supervised else math.nan
 
-    def _accumulate(self, micro_batches: Iterable[Batch]) -> tuple[float, int, int]:
-        losses = []
-        num_tokens = num_supervised = 0
-        for batch in micro_batches:
-            loss = self._loss_sum(batch)
-            loss.backward()
-            losses.append(loss.detach())
-            num_tokens += batch.num_tokens
-            num_supervised += batch.num_supervised
-        return math.fsum(float(loss) for loss in losses), num_tokens, num_supervised
+    @property
+    def _num_stages(self) -> int:
+        return self.groups.mesh.pp
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        plan = AttentionPlan.from_boundaries(batch.boundaries, batch.tokens.shape[1], self.device)
-        return self.model.loss_sum(
-            batch.tokens.to(self.device), batch.labels.to(self.device), batch.positions.to(self.device), plan
+    def _inputs(self, batches: Sequence[Batch], number: int | None) -> list[Inputs]:
+        """The micro-batches on this rank's device. number: the step's; None where nothing is dropped out."""
+        return [self._input(batch, number) for batch in batches]
+
+    def _input(self, batch: Batch, number: int | None) -> Inputs:
+        key = None
+        if self.dropout and number is not None:
+            key = DropoutKey(self.dropout, self.seed, number, torch.tensor(batch.sequences, device=self.device))
+        return Inputs(
+            batch.tokens.to(self.device),
+            batch.labels.to(self.device),
+            batch.positions.to(self.device),
+            AttentionPlan.from_boundaries(batch.boundaries, batch.tokens.shape[1], self.device),
+            key,
         )
+
+    def _counts(self, losses: Sequence[torch.Tensor], batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """What this rank adds to the sums over all: a micro-batch counts on one rank of those that share it."""
+        coords = self.groups.coords
+        if coords["tp"] != 0 or coords["pp"] != self._num_stages - 1:
+            return 0.0, 0.0, 0.0
+        loss_sum = math.fsum(float(loss) for loss in losses)
+        tokens = sum(batch.num_tokens for batch in batches)
+        return loss_sum, float(tokens), float(sum(batch.num_supervised for batch in batches))
+
+    def _sum_of_squares(self) -> float:
+        """Of the gradients that this rank counts: norms of pieces in fp32, added in double."""
+        ranges = self.parameters.counted_ranges()
+        pieces = [piece for start, stop in ranges for piece in self.parameters.gradients[start:stop].split(_NORM_PIECE)]
+        if not pieces:
+            return 0.0
+        # As exact as double throughout to 1e-7, without its conversion.
+        return float(torch.stack(torch._foreach_norm(pieces)).double().square().sum())
 
     def _gradient_scale(self, grad_norm: float) -> float:
         if self.clip_grad_norm is None or grad_norm <= self.clip_grad_norm:
             return 1.0
         return self.clip_grad_norm / grad_norm
-
-
-def _sum_of_squares(values: torch.Tensor) -> float:
-    """Norms of pieces in fp32, added in double: as exact as double throughout to 1e-7, without its conversion."""
-    norms = torch._foreach_norm(list(values.split(_NORM_PIECE)))
-    return float(torch.stack(norms).double().square().sum())

@@ -19,6 +19,7 @@ from typing import Any
 from tests.ranks import TestRank, run_ranks
 
 SEQ_LEN, VOCAB, STEPS_A_ROUND = 512, 8192, 3
+MODEL = {"family": "gpt", "num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": VOCAB}
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,28 @@ def _model() -> Any:
     from hpc_train.config import ModelConfig
     from hpc_train.models.transformer import Transformer
 
-    config = ModelConfig(family="gpt", num_layers=4, hidden_size=256, num_heads=8, vocab_size=VOCAB)
-    model = Transformer(config, SEQ_LEN)
+    model = Transformer(ModelConfig.model_validate(MODEL), SEQ_LEN)
     model.init_weights(seed=1)
     return model
 
 
 def _ours(me: TestRank) -> Peer:
-    import torch
+    from hpc_train.config import build_config
+    from hpc_train.plan.mesh import Mesh
+    from hpc_train.train.build import build_trainer
+    from tests.worlds import make_world
 
-    from hpc_train.comm.collectives import world_group
-    from hpc_train.config import OptimizerConfig
-    from hpc_train.parallel.data import ShardedParameters
-    from hpc_train.train.optimizer import ShardedAdamW
-    from hpc_train.train.step import Trainer
-
-    model = _model()
-    parameters = ShardedParameters(model, world_group(me.world_size, me.rank, "gloo"), torch.float32)
-    optimizer = ShardedAdamW(parameters, OptimizerConfig(lr=1e-4))
-    trainer = Trainer(model, parameters, optimizer, 1.0, torch.device("cpu"))
-    moments = optimizer.moments.values()
+    tree = {
+        "name": "bench",
+        "model": MODEL,
+        "data": {"seq_len": SEQ_LEN, "train": [{"prefix": "none"}]},
+        "train": {"steps": 1, "global_batch_size": 4 * me.world_size, "seed": 1},
+        "optimizer": {"lr": 1e-4},
+    }
+    trainer = build_trainer(build_config(tree, "bench"), Mesh.fill(me.world_size), make_world(me))
+    moments = trainer.optimizer.moments.values()
     return Peer(
-        lambda batches: trainer.step(batches, 1e-4).loss,
+        lambda batches: trainer.step(1, batches, 1e-4).loss,
         lambda: sum(moment.untyped_storage().nbytes() for moment in moments),
     )
 

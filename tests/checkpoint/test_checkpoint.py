@@ -20,17 +20,18 @@ from hpc_train.checkpoint.save import save_checkpoint
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
 from tests.ranks import run_ranks
-from tests.train.trainers import make_trainer, sequences
-from tests.worlds import make_group, make_world
+from tests.train.trainers import TREES, make_config, make_trainer, sequences
+from tests.worlds import make_world
 
 
 def _steps(me, trainer, first, last):
-    return [trainer.step(sequences(step, 6)[me.rank :: me.world_size], 1e-2).loss for step in range(first, last + 1)]
+    steps = range(first, last + 1)
+    return [trainer.step(step, sequences(step, 6)[me.rank :: me.world_size], 1e-2).loss for step in steps]
 
 
 def _train_and_save(me, root, saves, dtype=torch.float32, last=4):
     """Train to `last`, saving at the steps in `saves`; losses and final weights."""
-    trainer, world, losses, step = make_trainer(make_group(me), dtype=dtype), make_world(me), [], 1
+    trainer, world, losses, step = make_trainer(me, make_config(TREES["llama"]), dtype), make_world(me), [], 1
     for stop in [*saves, last]:
         losses += _steps(me, trainer, step, stop)
         step = stop + 1
@@ -41,7 +42,7 @@ def _train_and_save(me, root, saves, dtype=torch.float32, last=4):
 
 
 def _resume(me, root, dtype=torch.float32, last=4):
-    trainer, world = make_trainer(make_group(me), dtype=dtype), make_world(me)
+    trainer, world = make_trainer(me, make_config(TREES["llama"]), dtype), make_world(me)
     loaded = load_newest(Path(root), state_pieces(trainer), world)
     if loaded is None:
         return None
@@ -74,7 +75,7 @@ def test_torch_reads_what_we_wrote(tmp_path):
     path = tmp_path / "step_0000004"
     dcp_to_torch_save(path, tmp_path / "single.pt")
     whole = torch.load(tmp_path / "single.pt", weights_only=True)
-    trainer = make_trainer(make_group(_Alone()))
+    trainer = make_trainer(_Alone(), make_config(TREES["llama"]))
     by_place = {p.name: weights[p.start : p.stop].view(p.shape) for p in trainer.parameters.layout.parameters}
     state = {f"model.{name}": torch.empty_like(tensor) for name, tensor in by_place.items()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -192,7 +193,7 @@ def test_latest_names_the_newest_committed_checkpoint(two_checkpoints):
 
 
 def _resume_other_model(me, root):
-    trainer = make_trainer(make_group(me), family="gpt")
+    trainer = make_trainer(me, make_config(TREES["gpt"]))
     load_newest(Path(root), state_pieces(trainer), make_world(me))
 
 
@@ -204,7 +205,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(two_
 
 
 def _save_with_failing_write(me, root, failing_rank, number):
-    trainer, world = make_trainer(make_group(me)), make_world(me)
+    trainer, world = make_trainer(me, make_config(TREES["llama"])), make_world(me)
     save_checkpoint(Path(root), 1, state_pieces(trainer), {"num_updates": 0}, world, keep=0)
     if me.rank == failing_rank:
         real = save._write_pieces
@@ -231,7 +232,7 @@ def test_a_full_disk_on_one_rank_keeps_the_old_checkpoint_and_leaves_nothing_hal
 
 def _crash_between(root: Path, crash_at: int) -> None:
     """Save twice with keep=1 in this process, stopping dead before the nth file system change of the second save."""
-    trainer = make_trainer(make_group(_Alone()))
+    trainer = make_trainer(_Alone(), make_config(TREES["llama"]))
     world = make_world(_Alone())
     save_checkpoint(root, 1, state_pieces(trainer), {"num_updates": 0}, world, keep=1)
     calls = 0
@@ -282,7 +283,7 @@ def test_pruning_counts_sound_checkpoints_only(two_checkpoints):
 
 
 def _save_where_rank_1_sees_another_disk(me, root):
-    trainer, world = make_trainer(make_group(me)), make_world(me)
+    trainer, world = make_trainer(me, make_config(TREES["llama"])), make_world(me)
     if me.rank == 1:
         real = save._wait_for_folder
         save._wait_for_folder = lambda path: real(Path(root) / "other" / path.name, patience_s=0.2)

@@ -64,7 +64,7 @@ def test_loss_is_the_sum_over_supervised_tokens(name):
     labels[0, 3:] = -100
     positions = torch.arange(8).expand(2, 8)
     plan = AttentionPlan(None)
-    logits = model(tokens, positions, plan).float()
+    logits = model(tokens, positions, plan)
     expected = -torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected = expected[labels >= 0].sum()
     torch.testing.assert_close(model.loss_sum(tokens, labels, positions, plan), expected)

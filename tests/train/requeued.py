@@ -33,6 +33,7 @@ class Case:
     name: str
     via: str = "sbatch"
     array: str | None = None
+    num_nodes: int = 1
     flags: Sequence[str] = ()
     overrides: Sequence[str] = ()
     interruptions: list[Interruption] = field(default_factory=list)
@@ -87,7 +88,7 @@ class Centre:
 
     def submit(self, case: Case, *flags: str) -> None:
         words = ["submit", str(self.folder / "config.yaml"), f"name={case.name}", *case.overrides, "--via", case.via]
-        words += ["-N", "1", "--ntasks-per-node", "2", "--parsable", *case.flags, *flags]
+        words += ["-N", str(case.num_nodes), "--ntasks-per-node", "2", "--parsable", *case.flags, *flags]
         if case.array:
             words += ["--array", case.array]
         submitted = self.hpc_train(*words)

@@ -19,12 +19,12 @@ from hpc_train.train.state import state_pieces
 from tests.checkpoint.hf_folders import weights, write_checkpoint
 from tests.ranks import run_ranks
 from tests.train.runs import VOCAB, hpc_train, metrics, write_config, write_corpus
-from tests.train.trainers import MODELS, SEQ_LEN, make_trainer
-from tests.worlds import make_group, make_world
+from tests.train.trainers import MODELS, SEQ_LEN, TREES, make_config, make_trainer
+from tests.worlds import make_world
 
 
 def _load(me, source, family):
-    trainer, spec = make_trainer(make_group(me), family), ModelSpec(MODELS[family], SEQ_LEN)
+    trainer, spec = make_trainer(me, make_config(TREES[family])), ModelSpec(MODELS[family], SEQ_LEN)
     load_weights(source, state_pieces(trainer), spec, make_world(me))
     trainer.parameters.publish_parameters()
     layout, flat = trainer.parameters.layout, trainer.parameters.parameters

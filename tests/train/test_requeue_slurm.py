@@ -91,7 +91,19 @@ def _preempt(centre: Centre) -> Any:
 
     def act(job: str) -> None:
         node = centre.slurm.run(["squeue", "--noheader", "--format=%N", "--jobs", job]).stdout.strip()
-        words = ["sbatch", "-p", "main", "-w", node, "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
+        words = [
+            "sbatch",
+            "-p",
+            "main",
+            "-w",
+            node,
+            "-N",
+            "1-8",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap",
+            "sleep 1",
+        ]
         taken = centre.slurm.run(words)
         assert taken.returncode == 0, taken.stderr
 
@@ -123,6 +135,7 @@ def _preempted(centre: Centre, name: str, **more: Any) -> Case:
     return Case(name, flags=["-p", "low"], interruptions=[Interruption(30, _preempt(centre))], **more)
 
 
+@pytest.mark.long
 def test_a_time_limit_and_a_preemption_do_the_same(centre: Centre) -> None:
     cases = [
         _limited("limited"),
@@ -142,3 +155,27 @@ def test_the_mixtures_of_time_limit_preemption_way_and_array_that_are_left(centr
         _preempted(centre, "preempted-both", via="submitit", array="7"),
     ]
     _time_limit_and_preemption(centre, cases)
+
+
+@pytest.mark.long
+def test_a_mesh_of_all_axes_over_four_nodes_is_preempted_and_goes_on_to_the_bit(centre: Centre) -> None:
+    """pp=2, dp=2, tp=2 on 4 nodes x 2 ranks."""
+    mesh = [
+        "model.num_layers=3", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true",
+        "model.dropout=0.1",
+    ]  # fmt: skip
+    centre.prepare(FaultPlan().slow(0), steps=20, eval_every=10, global_batch_size=4)
+    undisturbed = Case("undisturbed", num_nodes=4, overrides=mesh)
+    centre.submit(undisturbed)
+    centre.see_to_the_end([undisturbed], timeout_s=250)
+    assert undisturbed.outcome()["exit_code"] == 0, undisturbed.log()
+    centre.prepare(FaultPlan().slow(300), steps=20, eval_every=10, global_batch_size=4)
+    preempted = Case(
+        "preempted", num_nodes=4, overrides=mesh, flags=["-p", "low"], interruptions=[Interruption(5, _preempt(centre))]
+    )
+    centre.submit(preempted)
+    centre.see_to_the_end([preempted], timeout_s=300)
+    _check(preempted, metrics(undisturbed.folder), attempts=2)
+    rows = [line.split("\t") for line in (preempted.folder / "ranks.tsv").read_text().splitlines()[1:]]
+    assert [row[1] for row in rows] == ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"]
+    assert [row[-4:] for row in rows] == [[pp, dp, "0", tp] for pp in "01" for dp in "01" for tp in "01"]

@@ -75,6 +75,27 @@ def test_the_number_of_ranks_changes_no_loss(folder):
         assert three["tokens"] == one["tokens"]
 
 
+def test_a_mesh_of_all_axes_trains_as_one_rank_and_resumes_to_the_bit(folder):
+    """pp=2 x tp=2 of four ranks, killed in the middle; who is who is in the log and in ranks.tsv."""
+    write_config(folder, global_batch_size=4)
+    mesh = ("model.num_layers=3", "parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true")
+    assert _run(folder, "model.num_layers=3", run="one", num_ranks=1).returncode == 0
+    whole = _run(folder, *mesh, run="whole", num_ranks=4)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    for one, four in zip(metrics(folder / "one"), metrics(folder / "whole"), strict=True):
+        for figure in ("loss", "grad_norm", "eval_loss"):
+            assert four.get(figure, 0.0) == pytest.approx(one.get(figure, 0.0), rel=1e-5)
+        assert four["tokens"] == one["tokens"]
+    killed = _run(folder, *mesh, run="killed", num_ranks=4, faults=FaultPlan().kill(rank=3, step=4))
+    assert killed.returncode != 0
+    assert _run(folder, *mesh, run="killed", num_ranks=4).returncode == 0
+    assert metrics(folder / "killed") == metrics(folder / "whole")
+    rows = [line.split("\t")[-4:] for line in (folder / "whole/ranks.tsv").read_text().splitlines()]
+    assert rows == [["pp", "dp", "cp", "tp"], *[[pp, "0", "0", tp] for pp in "01" for tp in "01"]]
+    log = "".join(path.read_text() for path in (folder / "whole/logs").glob("*.log"))
+    assert "r3 | this rank: pp 1 of 2, dp 0 of 1, cp 0 of 1, tp 1 of 2; layers 2 to 2, head" in log
+
+
 def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder):
     write_config(folder, steps=100000, global_batch_size=6)
     start = time.monotonic()
@@ -95,6 +116,13 @@ def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder)
         (["train.global_batch_size=5"], ExitCode.USAGE, "global_batch_size=5 is not a multiple of dp"),
         (["train.stepz=5"], ExitCode.USAGE, "did you mean steps"),
         (["parallel.dp=3"], ExitCode.USAGE, "2 ranks do not fill a mesh"),
+        (["parallel.pp=2"], ExitCode.USAGE, "Use parallel.pp=1 or less, or more layers"),
+        (["parallel.tp=2", "model.num_heads=1"], ExitCode.USAGE, "parallel.tp=2 does not split model.num_heads=1"),
+        (
+            ["parallel.pp=2", "model.num_layers=2", "train.global_batch_size=1"],
+            ExitCode.USAGE,
+            "it has 1 micro-batches a step; 1F1B needs at least 2",
+        ),
         (["model.vocab_size=50"], ExitCode.DATA, "has the token id 63, and model.vocab_size=50"),
         (["data.train.0.loss_mask=true"], ExitCode.DATA, "does not exist"),
         (["data.train.0.prefix=nowhere"], ExitCode.DATA, "nowhere"),

@@ -12,19 +12,16 @@ from hpc_train.config import OptimizerConfig
 from hpc_train.models.transformer import AttentionPlan, Transformer
 from hpc_train.train.optimizer import learning_rate
 from tests.ranks import run_ranks
-from tests.train.trainers import MODELS, SEQ_LEN, TestBatch, make_trainer, sequences
-from tests.worlds import make_group
+from tests.train.trainers import MODELS, SEQ_LEN, TREES, TestBatch, make_config, make_trainer, sequences, share_of
 
 NUM_SEQUENCES = 24
 
 
 def _train(me, family, num_steps, dtype=torch.float32):
-    trainer = make_trainer(make_group(me), family, dtype)
-    share = NUM_SEQUENCES // me.world_size
+    trainer = make_trainer(me, make_config(TREES[family]), dtype)
     figures = []
     for step in range(1, num_steps + 1):
-        batches = sequences(step, NUM_SEQUENCES)[me.rank * share : (me.rank + 1) * share]
-        result = trainer.step(batches, lr=1e-2)
+        result = trainer.step(step, share_of(trainer, sequences(step, NUM_SEQUENCES)), lr=3e-3)
         figures.append((result.loss, result.grad_norm, result.num_supervised, result.skipped))
     return figures
 
@@ -37,7 +34,7 @@ def _plain(family: str, num_steps: int) -> list[tuple[float, float]]:
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-2,
+        lr=3e-3,
         betas=(0.9, 0.95),
         eps=1e-8,
     )
@@ -79,21 +76,21 @@ def test_bf16_follows_fp32_to_its_rounding():
 
 
 def _train_with_bad_steps(me):
-    trainer = make_trainer(make_group(me))
+    trainer = make_trainer(me, make_config(TREES["llama"]))
     results = []
     for step in range(1, 5):
         batches = sequences(step, 2)[me.rank : me.rank + 1]
         if step == 2 and me.rank == 1:
             with torch.no_grad():
-                keep = trainer.model.norm.weight.clone()
-                trainer.model.norm.weight.fill_(math.nan)
+                keep = trainer.pipeline.chunks[0].norm.weight.clone()
+                trainer.pipeline.chunks[0].norm.weight.fill_(math.nan)
         if step == 3:
             batches = [TestBatch(b.tokens, torch.full_like(b.labels, -100), b.positions, b.boundaries) for b in batches]
         before = trainer.parameters.parameters.clone()
-        results.append(trainer.step(batches, lr=1e-2))
+        results.append(trainer.step(step, batches, lr=1e-2))
         if step == 2 and me.rank == 1:
             with torch.no_grad():
-                trainer.model.norm.weight.copy_(keep)
+                trainer.pipeline.chunks[0].norm.weight.copy_(keep)
         changed = not torch.equal(before, trainer.parameters.parameters)
         assert step == 2 or changed != results[-1].skipped
     return [(r.loss, r.skipped, r.num_supervised) for r in results], trainer.parameters.parameters
@@ -110,10 +107,10 @@ def test_a_step_with_nan_or_without_labels_is_skipped_on_all_ranks_alike():
 
 
 def _train_with_one_rank_unsupervised(me):
-    trainer = make_trainer(make_group(me))
+    trainer = make_trainer(me, make_config(TREES["llama"]))
     batches = sequences(1, 2)
     batches[1].labels.fill_(-100)
-    result = trainer.step(batches[me.rank :: me.world_size], lr=1e-2)
+    result = trainer.step(1, batches[me.rank :: me.world_size], lr=1e-2)
     return result.loss, result.grad_norm
 
 
@@ -131,7 +128,7 @@ def test_optimizer_memory_is_shared_out_over_ranks():
 
 
 def _moment_bytes(me):
-    trainer = make_trainer(make_group(me))
+    trainer = make_trainer(me, make_config(TREES["llama"]))
     return sum(moment.untyped_storage().nbytes() for moment in trainer.optimizer.moments.values())
 
 

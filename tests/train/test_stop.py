@@ -132,7 +132,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.inside = False
 
-    def step(self, micro_batches: Any, lr: float, stop_wanted: Any) -> StepResult:
+    def step(self, number: int, micro_batches: Any, lr: float, stop_wanted: Any) -> StepResult:
         self.inside = True
         deadline = time.perf_counter() + 0.0005
         while time.perf_counter() < deadline:

@@ -1,0 +1,102 @@
+"""Which part of each parameter a rank holds, and that each element is counted once over a mesh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.config import ModelConfig
+from hpc_train.errors import ConfigError
+from hpc_train.models.transformer import Transformer
+from hpc_train.plan.parameters import (
+    LocalParameter,
+    ModelPart,
+    TensorSplit,
+    check_split,
+    num_parameters,
+    plan_parameters,
+)
+from hpc_train.plan.stages import split_layers
+
+SEQ_LEN = 12
+
+
+def make_model(family: str, kv_heads: int | None, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        family=family, num_layers=4, hidden_size=24, num_heads=12, num_kv_heads=kv_heads, ffn_hidden_size=48,
+        vocab_size=31, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def parts_of(config: ModelConfig, pp: int, tp: int, sequence_parallel: bool) -> list[tuple[LocalParameter, ...]]:
+    stages = split_layers([1] * config.num_layers, 0, 1, pp)
+    return [
+        plan_parameters(
+            config,
+            SEQ_LEN,
+            ModelPart(layers, stage == 0, stage == pp - 1),
+            TensorSplit(tp, place, sequence_parallel),
+        )
+        for stage, layers in enumerate(stages)
+        for place in range(tp)
+    ]
+
+
+@given(
+    family=st.sampled_from(["gpt", "llama"]),
+    kv_heads=st.sampled_from([None, 1, 2, 3, 4, 6]),
+    tied=st.booleans(),
+    pp=st.sampled_from([1, 2, 3, 4]),
+    tp=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    sequence_parallel=st.booleans(),
+)
+def test_every_element_of_every_parameter_is_counted_exactly_once(
+    family: str, kv_heads: int | None, tied: bool, pp: int, tp: int, sequence_parallel: bool
+) -> None:
+    """FC-89: replicated norms, shared key/value heads and tied embeddings too."""
+    config = make_model(family, kv_heads if family == "llama" else None, tied)
+    counts: dict[str, np.ndarray] = {}
+    for part in parts_of(config, pp, tp, sequence_parallel):
+        for plan in part:
+            whole = counts.setdefault(plan.name, np.zeros(plan.shape, dtype=int))
+            local = np.zeros(plan.box.num_elements, dtype=int)
+            if plan.counted_from is not None:
+                local[plan.counted_from :] = 1
+            box = tuple(slice(low, low + size) for low, size in zip(plan.box.offsets, plan.box.sizes, strict=True))
+            whole[box] += local.reshape(plan.box.sizes)
+    expected = {name: tuple(p.shape) for name, p in Transformer(config, SEQ_LEN).named_parameters()}
+    assert {name: array.shape for name, array in counts.items()} == expected
+    assert all((array == 1).all() for array in counts.values())
+    assert sum(array.size for array in counts.values()) == num_parameters(config, SEQ_LEN)
+
+
+def test_query_heads_have_their_key_value_heads_beside_them() -> None:
+    config = make_model("llama", 4, tied=False)
+    for tp in (1, 2, 3, 4, 6, 12):
+        for place in range(tp):
+            split = TensorSplit(tp, place, False)
+            assert {head // 3 for head in split.heads(config)} == set(split.kv_heads(config))
+
+
+def test_a_vocabulary_that_does_not_divide_is_shared_out_to_the_last_id() -> None:
+    config = make_model("gpt", None, tied=False)
+    shares = [TensorSplit(4, place, False).vocabulary(config) for place in range(4)]
+    assert [len(share) for share in shares] == [7, 8, 8, 8]
+    assert [id_ for share in shares for id_ in share] == list(range(31))
+
+
+@pytest.mark.parametrize(
+    ("tp", "seq_len", "sequence_parallel", "message"),
+    [
+        (5, 12, False, "parallel.tp=5 does not split model.num_heads=12.*Use tp=1, 2, 3, 4, 6 or 12"),
+        (8, 12, False, "parallel.tp=8 does not split"),
+        (3, 13, True, "data.seq_len=13 is not a multiple of parallel.tp=3.*Use seq_len=12 or 15"),
+    ],
+)
+def test_splits_that_do_not_work_are_refused_with_those_that_do(
+    tp: int, seq_len: int, sequence_parallel: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_split(make_model("llama", None, tied=False), tp, seq_len, sequence_parallel)
