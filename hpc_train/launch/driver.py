@@ -38,7 +38,7 @@ from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
-from hpc_train.launch.debug_terminal import check_debug_rank, for_debugging
+from hpc_train.launch.debugging import check_debug_rank, for_debugging
 from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks

@@ -18,17 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.errors import LaunchError
 from hpc_train.launch import children, steps
+from hpc_train.launch.debug_terminal import DebugTerminal
 from hpc_train.launch.follow import FileFollower, PipeCopier, rank_of_line, write_all
 from hpc_train.plan.run_files import LOGS_FOLDER, write_atomically
-
-if TYPE_CHECKING:
-    from hpc_train.launch.debug_terminal import DebugTerminal
 
 SignalHandler = Callable[[int, FrameType | None], None]
 HOST_FILE = "hosts.txt"
