@@ -1,7 +1,8 @@
 """Step time of our tensor parallel, without and with sequence parallel, against torch's DTensor parallelize_module.
 
-The same plain model, data, precision and fused AdamW. DTensor is used as its tutorial says, and at its best: one
-entry into attention for q, k and v, local tensors between linears, the loss on sharded logits (loss_parallel).
+The same plain model, data, precision and fused AdamW. DTensor is used in two ways: as the plans of its tutorial's text
+have it, where the head gathers the logits (`dtensor`), and at its best (`dtensor_tuned`): the loss on sharded logits
+(loss_parallel, the tutorial's last section), and one entry into attention for q, k and v without sequence parallel too.
 Prints JSON.
 
     python -m tests.bench.bench_tensor_parallel [--rounds 10] [--micro-batches 4]
@@ -16,10 +17,15 @@ from typing import Any
 from tests.bench.rounds import Peer, batches_of, measure, our_peer, our_trainer, plain_model, report, torch_optimizer
 from tests.ranks import TestRank, run_ranks
 
-PAIRS = [("hpc_train", "dtensor"), ("hpc_train_sequence", "dtensor_sequence")]
+PAIRS = [
+    ("hpc_train", "dtensor"),
+    ("hpc_train", "dtensor_tuned"),
+    ("hpc_train_sequence", "dtensor_sequence"),
+    ("hpc_train_sequence", "dtensor_sequence_tuned"),
+]
 
 
-def _plan(by_tokens: bool) -> dict[str, Any]:
+def _plan(by_tokens: bool, tuned: bool) -> dict[str, Any]:
     """A style for each module, as the tutorial's Llama example has them. by_tokens: with sequence parallel."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -32,25 +38,30 @@ def _plan(by_tokens: bool) -> dict[str, Any]:
     stream = Shard(1) if by_tokens else Replicate()
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "layers.*.attention": PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
         "layers.*.attention.q": ColwiseParallel(),
         "layers.*.attention.k": ColwiseParallel(),
         "layers.*.attention.v": ColwiseParallel(),
         "layers.*.attention.out": RowwiseParallel(output_layouts=stream),
-        "layers.*.ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         "layers.*.ffn.up": ColwiseParallel(),
         "layers.*.ffn.down": RowwiseParallel(output_layouts=stream),
-        "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
+    if tuned:
+        plan["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+    if tuned or by_tokens:
+        plan["layers.*.attention"] = PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        )
+        plan["layers.*.ffn"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
     if by_tokens:
         norms = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
         plan |= {name: SequenceParallel(use_local_output=True) for name in ("positions", *norms)}
     return plan
 
 
-def _dtensor(me: TestRank, by_tokens: bool) -> Peer:
+def _dtensor(me: TestRank, *, by_tokens: bool = False, tuned: bool = False) -> Peer:
+    import contextlib
+
     import torch
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +71,7 @@ def _dtensor(me: TestRank, by_tokens: bool) -> Peer:
     from hpc_train.models.transformer import AttentionPlan
 
     model = plain_model()
-    parallelize_module(model, init_device_mesh("cpu", (me.world_size,)), _plan(by_tokens))
+    parallelize_module(model, init_device_mesh("cpu", (me.world_size,)), _plan(by_tokens, tuned))
     for layer in model.layers.values():
         layer.attention.num_heads //= me.world_size
         layer.attention.kv_heads //= me.world_size
@@ -82,11 +93,11 @@ def _dtensor(me: TestRank, by_tokens: bool) -> Peer:
         num_tokens = sum(batch.num_supervised for batch in batches)
         total = 0.0
         for batch in batches:
-            with loss_parallel():
+            with loss_parallel() if tuned else contextlib.nullcontext():
                 logits = model(batch.tokens, batch.positions, AttentionPlan(None))
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / num_tokens
                 loss.backward()
-            total += loss.to_local().item()
+            total += loss.item()
         clip()
         optimizer.step()
         return total
@@ -97,9 +108,11 @@ def _dtensor(me: TestRank, by_tokens: bool) -> Peer:
 def _measure(me: TestRank, rounds: int, num_micro_batches: int) -> dict[str, Any]:
     peers = {
         "hpc_train": our_peer(our_trainer(me, {"tp": me.world_size})),
-        "dtensor": _dtensor(me, by_tokens=False),
+        "dtensor": _dtensor(me),
+        "dtensor_tuned": _dtensor(me, tuned=True),
         "hpc_train_sequence": our_peer(our_trainer(me, {"tp": me.world_size, "sequence_parallel": True})),
         "dtensor_sequence": _dtensor(me, by_tokens=True),
+        "dtensor_sequence_tuned": _dtensor(me, by_tokens=True, tuned=True),
     }
     return measure(peers, batches_of(num_micro_batches, 1), rounds)
 

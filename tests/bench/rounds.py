@@ -84,21 +84,26 @@ def batches_of(num_sequences: int, micro_batch_size: int, share: slice = slice(N
 
 
 def measure(peers: Mapping[str, Peer], batches: list[Any], rounds: int) -> dict[str, Any]:
-    """On each rank: seconds a step of each peer in each round, and the losses of its two first steps. Collective."""
+    """On each rank: what a step of each peer took in each round, and the losses of its two first steps. Collective.
+
+    Processor time has all threads, without waiting: it says what a peer costs on a machine where others run too.
+    """
     import torch.distributed as dist
 
     losses = {name: [peer.step(batches) for _ in range(2)] for name, peer in peers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in peers}
+    processor: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
-            start = time.perf_counter()
+            start, start_processor = time.perf_counter(), time.process_time()
             for _ in range(STEPS_A_ROUND):
                 peers[name].step(batches)
             seconds[name].append((time.perf_counter() - start) / STEPS_A_ROUND)
+            processor[name].append((time.process_time() - start_processor) / STEPS_A_ROUND)
     memory = {name: peer.optimizer_bytes() for name, peer in peers.items()}
-    return {"seconds": seconds, "first_losses": losses, "optimizer_bytes": memory}
+    return {"seconds": seconds, "processor": processor, "first_losses": losses, "optimizer_bytes": memory}
 
 
 def report(
@@ -121,10 +126,11 @@ def report(
         for ours, theirs in pairs
     }
     return {
-        "what": "median step time in seconds, slowest rank; ratios are medians of paired rounds",
+        "what": "median step time in seconds, slowest rank; processor time by rank; ratios: medians of paired rounds",
         "settings": dict(settings),
         "load_average": os.getloadavg(),
         "step_s": {name: statistics.median(values) for name, values in slowest.items()},
+        "processor_s": {name: [statistics.median(result["processor"][name]) for result in results] for name in peers},
         "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
         "ratio_range": {pair: (min(values), max(values)) for pair, values in ratios.items()},
         "first_losses": losses,
