@@ -126,7 +126,7 @@ def _fsdp2(me: TestRank, reduce_every_micro_batch: bool = True) -> Peer:
 
     mesh = init_device_mesh("cpu", (me.world_size,))
     model = _model()
-    for layer in model.layers:
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = _torch_optimizer(model)
