@@ -31,6 +31,8 @@ from hpc_train.launch.run_folder import SUBMIT_FILE
 from hpc_train.launch.slurm_flags import array_indexes
 
 FOLDER_PREFIX = "submitit-"
+_NAME_TO_COME = "RANDOM"
+"""In a dry run, where a submission's folder has a name that nobody can guess."""
 _REQUEUE_FILE_VARIABLE = "HPC_TRAIN_REQUEUE_FILE"
 _YEAR_MIN = 365 * 24 * 60
 
@@ -66,7 +68,7 @@ def submit(values: BatchValues, env: Mapping[str, str]) -> str:
 def dry_run_text(values: BatchValues) -> str:
     """What submitit would give to sbatch; the folder has no name yet."""
     _tasks(values)
-    folder = f"{_parent_folder(values)}/{FOLDER_PREFIX}XXXXXXXX"
+    folder = f"{_parent_folder(values)}/{FOLDER_PREFIX}{_NAME_TO_COME}"
     return submission_text(values, f"{_python()} -u -m submitit.core._submit {shlex.quote(folder)}")
 
 

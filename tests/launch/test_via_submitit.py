@@ -64,7 +64,7 @@ def test_submitit_gives_sbatch_the_same_flags_and_runs_the_same_script(
     assert "#SBATCH --comment='it'\"'\"'s \"mine\"'" in flags(sent)
     capsys.readouterr()
     assert main(["submit", config, *FLAGS, "--dry-run", "--", "--nice=5"]) == 0
-    assert capsys.readouterr().out == sent.replace(folder.name, "submitit-XXXXXXXX")
+    assert capsys.readouterr().out == sent.replace(folder.name, "submitit-RANDOM")
 
 
 def test_what_ties_the_environment_to_a_running_job_is_not_passed_to_sbatch_by_submitit(
