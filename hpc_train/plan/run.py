@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.errors import LaunchError
+from hpc_train.plan.groups import GroupPlan
 from hpc_train.plan.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:
         for slot in range(tasks)
     ]
     ranks = tuple(PlannedRank(rank, node, slot, mesh.coords(rank)) for rank, (node, slot) in enumerate(slots))
-    groups = {axis: mesh.groups(axis) for axis in AXES} if len(ranks) <= MAX_RANKS_WITH_GROUPS else {}
-    return Plan(mesh, ranks, groups)
+    listing = GroupPlan(mesh).listing() if len(ranks) <= MAX_RANKS_WITH_GROUPS else {}
+    return Plan(mesh, ranks, {kind: tuple(map(tuple, groups)) for kind, groups in listing.items()})
 
 
 def _from_document(document: dict[str, Any]) -> Plan:
