@@ -14,6 +14,8 @@ from typing import Literal
 from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
 from hpc_train.plan.cost import layer_matmul_parameters
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import ModelPart
 
 # Operations on each logit in the forward and backward of the loss (derived: maximum, difference, exponential, sum;
 # then scale and difference). Hardly anything beside the head's 6 * hidden_size.
@@ -68,6 +70,19 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
             "use that, or leave layers_per_stage out."
         )
     return _ranges(parallel.layers_per_stage)
+
+
+def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:
+    """What each stage of a mesh holds, also of one with another pp than the configuration's.
+
+    Raises:
+        ConfigError: more stages than layers, or layers_per_stage that do not add up to model.num_layers.
+    """
+    if mesh.pp != config.parallel.pp:
+        parallel = config.parallel.model_copy(update={"pp": mesh.pp, "layers_per_stage": None})
+        config = config.model_copy(update={"parallel": parallel})
+    stages = plan_stages(config, config.train.recompute)
+    return tuple(ModelPart(layers, stage == 0, stage == mesh.pp - 1) for stage, layers in enumerate(stages))
 
 
 def split_layers(costs: Sequence[int], first_extra: int, last_extra: int, num_stages: int) -> tuple[range, ...]:
