@@ -223,6 +223,30 @@ class LaunchConfig(Section):
     stage_dir: str | None = None
 
 
+class FabricConfig(Section):
+    """Where the nodes stand in the network, and how ranks are laid over it.
+
+    source: files (several are merged, with commas between them) or `clos:...`; left out, what Slurm tells is used.
+    order: `auto` lets the plan choose, `slurm` leaves the ranks alone, or the axes from the innermost to the outermost,
+    such as `tp,dp,pp,cp`. exclude: nodes (a host list) that get no ranks. gpu_memory_bytes: what a plan has to fit in.
+    """
+
+    source: str | None = None
+    order: str = "auto"
+    exclude: str | None = None
+    gpu_memory_bytes: Positive | None = None
+
+    @model_validator(mode="after")
+    def _order_is_known(self) -> FabricConfig:
+        axes = ["pp", "dp", "cp", "tp"]
+        if self.order not in ("auto", "slurm") and sorted(self.order.split(",")) != sorted(axes):
+            raise ValueError(
+                f"fabric.order={self.order} is neither auto nor slurm nor the four axes from the innermost to the "
+                "outermost; write for example fabric.order=tp,dp,pp,cp"
+            )
+        return self
+
+
 class ObserveConfig(Section):
     """What is written beside metrics.jsonl and the logs of nodes. rank_logs: also a log file for each rank."""
 
@@ -240,6 +264,7 @@ class Config(Section):
     train: TrainConfig
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    fabric: FabricConfig = Field(default_factory=FabricConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
 

@@ -26,6 +26,7 @@ class FabricNode:
     leaves: the leaf of each rail, by rail; None where that rail's link is down. One entry: a leaf set, in which every
     rail has a leaf of its own. num_gpus: None where the source does not say. rail_of_gpu: by GPU index; None: rail i
     for GPU i is assumed. nvlink_domain: nodes of the same name share one domain; None: the node is its own.
+    down_rails: of a leaf set, the rails whose link is down.
     """
 
     name: str
@@ -33,6 +34,7 @@ class FabricNode:
     num_gpus: int | None = None
     rail_of_gpu: tuple[int, ...] | None = None
     nvlink_domain: str | None = None
+    down_rails: tuple[int, ...] = ()
 
     def rail(self, gpu: int) -> int:
         """The rail that a GPU's traffic takes."""
@@ -40,7 +42,14 @@ class FabricNode:
 
     def leaf(self, rail: int) -> str | None:
         """The leaf, or leaf set, that a rail hangs on; None where its link is down."""
-        return self.leaves[0] if len(self.leaves) == 1 else self.leaves[rail]
+        if rail in self.down_rails:
+            return None
+        return self.leaves[0] if self.is_leaf_set else self.leaves[rail]
+
+    @property
+    def is_leaf_set(self) -> bool:
+        """Whether all rails have the same entry, behind which each has a leaf of its own."""
+        return len(self.leaves) == 1
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,10 @@ class Fabric:
     nodes: by name. pod_of_leaf: the group of leaves whose traffic meets in the same spines. core_of_pod: the group of
     pods that meet in the same core; a pod that is not in it has nothing above. spine_oversubscription: bandwidth into
     the leaves over that to the spines; core_oversubscription: that into the spines over that to the core.
-    leaf_uplinks, pod_uplinks: links upwards that work, where known. link_bytes_per_s: by tier, of one link, where
-    known. are_rails_known: false where rail i for GPU i is assumed. source: where this was read. notes: for the user.
+    leaf_uplinks, pod_uplinks: links upwards that work, where known. link_bytes_per_s: of one link below the switches
+    of a tier, where known (leaf: from a node's card to its leaf). are_rails_known: false where rail i for GPU i is
+    assumed. rail_nics: what the card of each rail is called on the nodes, where known. source: where this was read.
+    notes: for the user.
     """
 
     nodes: Mapping[str, FabricNode]
@@ -64,6 +75,7 @@ class Fabric:
     pod_uplinks: Mapping[str, int] = field(default_factory=dict)
     link_bytes_per_s: Mapping[str, int] = field(default_factory=dict)
     are_rails_known: bool = False
+    rail_nics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,6 +94,6 @@ class Fabric:
             raise ValueError(
                 f"no link works on rail {rail if leaf is None else other_rail} of {node if leaf is None else other}"
             )
-        if leaf == other_leaf and rail == other_rail:
+        if leaf == other_leaf and (rail == other_rail or not here.is_leaf_set):
             return "leaf"
         return "spine" if self.pod_of_leaf[leaf] == self.pod_of_leaf[other_leaf] else "core"
