@@ -14,7 +14,7 @@ from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_split
 from hpc_train.plan.run_files import CONFIG_FILE, OUTCOME_FILE, read_json
-from hpc_train.plan.schedule import check_micro_batches
+from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import plan_stages
 
 

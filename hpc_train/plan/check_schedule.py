@@ -53,6 +53,18 @@ def check_pipelines(schedules: Sequence[Schedule]) -> None:
     _check_together(schedules)
 
 
+def check_in_order(schedule: Schedule) -> None:
+    """Refuse a sound schedule that hangs where each direction of its transfers is one communicator of NCCL.
+
+    A stage's transfers UP then run one after another in the order of its list, whomever they are with, and those DOWN
+    likewise: a receive that is posted early holds up a send behind it.
+
+    Raises:
+        ConfigError: a deadlock, with the stages concerned.
+    """
+    _check_play([schedule], one_queue_each_way=True)
+
+
 class _Fault(Exception):
     """What is wrong with one stage's list, before it is said which one."""
 
@@ -159,12 +171,15 @@ def _orders(schedule: Schedule, stage: int) -> Iterator[tuple[Action, Action]]:
 
 
 def _check_together(schedules: Sequence[Schedule]) -> None:
-    steps = pipeline_steps(schedules)
-    names = _Names(schedules)
-    mismatch = find_mismatch(steps)
+    mismatch = find_mismatch(pipeline_steps(schedules))
     if mismatch:
-        raise ConfigError(names.mismatch(mismatch))
-    stuck = play(steps).stuck
+        raise ConfigError(_Names(schedules).mismatch(mismatch))
+    _check_play(schedules, one_queue_each_way=False)
+
+
+def _check_play(schedules: Sequence[Schedule], *, one_queue_each_way: bool) -> None:
+    names = _Names(schedules)
+    stuck = play(pipeline_steps(schedules, one_queue_each_way=one_queue_each_way)).stuck
     if stuck:
         named = [names.stuck(found) for found in stuck[:MAX_NAMED]]
         more = [f"and {len(stuck) - MAX_NAMED} more"] if len(stuck) > MAX_NAMED else []

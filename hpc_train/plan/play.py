@@ -1,7 +1,8 @@
 """Plays lists of steps of many processes against each other: who waits for whom for ever, and how long it takes.
 
-Processes meet in channels. The k-th post of each member of a channel joins its k-th meeting, which begins when all
-have posted and the meeting before it is over. A direction between two stages is a channel of two, a group's
+Processes meet in channels. The k-th post of each member of a channel joins its k-th meeting. A process does its posts
+of one queue one after another, as NCCL does those of a communicator, so a meeting begins when all have posted and
+each is through with what stands before it in the queue. A direction between two stages is a channel of two, a group's
 collectives are a channel of all its members, a copy engine is a channel of one. Posting never waits; a step waits
 for contents of meetings of its own process. What is played does not depend on the order in which processes are
 looked at, so one play finds every deadlock and exact times.
@@ -9,6 +10,7 @@ looked at, so one play finds every deadlock and exact times.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,12 +27,14 @@ class Channel:
 class Post:
     """One member's part in a meeting. content: must be the same for all members.
 
-    duration: how long the meeting takes once all are there; the longest that a member gives counts.
+    duration: how long the meeting takes once all are there; the longest that a member gives counts. queue: of the
+    process, which does its posts in order; None for a queue of the channel's own.
     """
 
     channel: Channel
     content: Hashable
     duration: int = 0
+    queue: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +97,26 @@ def play(processes: Sequence[Sequence[Step]]) -> Played:
 
 
 @dataclass
-class _Meetings:
-    """State of a channel: posts so far by member; of each meeting the members present, the last arrival's time and
-    the duration; and when the last meeting was over.
-    """
+class _Meeting:
+    """What is known of a meeting: each member's queue, and when the last one that has posted did so."""
 
-    num_posts: dict[int, int] = field(default_factory=dict)
-    present: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    duration: list[int] = field(default_factory=list)
+    channel: Channel
+    content: Hashable
+    queues: list[_Queue] = field(default_factory=list)
+    start: int = 0
+    duration: int = 0
+
+
+@dataclass
+class _Queue:
+    """Meetings that a process has posted and that are not over, in order, and when the last one before them was."""
+
+    meetings: deque[_Meeting] = field(default_factory=deque)
     last_end: int = 0
+
+    @property
+    def first(self) -> _Meeting | None:
+        return self.meetings[0] if self.meetings else None
 
 
 class _Play:
@@ -112,7 +126,9 @@ class _Play:
         self.spans: list[list[tuple[int, int]]] = [[] for _ in processes]
         self.posted: list[list[Hashable]] = [[] for _ in processes]
         self.arrived: list[dict[Hashable, int]] = [{} for _ in processes]
-        self.channels: dict[Channel, _Meetings] = {}
+        self.num_posts: Counter[tuple[Channel, int]] = Counter()
+        self.meetings: dict[Channel, list[_Meeting]] = {}
+        self.queues: dict[tuple[int, Hashable], _Queue] = {}
         self.waiting: dict[int, Hashable] = {}
         self.ready = list(range(len(processes)))
 
@@ -148,22 +164,34 @@ class _Play:
         return False
 
     def _join(self, process: int, post: Post) -> None:
-        meetings = self.channels.setdefault(post.channel, _Meetings())
-        place = meetings.num_posts.get(process, 0)
-        meetings.num_posts[process] = place + 1
-        if place == len(meetings.present):
-            meetings.present.append(0)
-            meetings.start.append(0)
-            meetings.duration.append(0)
-        meetings.present[place] += 1
-        meetings.start[place] = max(meetings.start[place], self.clocks[process])
-        meetings.duration[place] = max(meetings.duration[place], post.duration)
-        if meetings.present[place] < len(post.channel.members):
-            return
-        # Each member posts in order, so the meetings before this one are over.
-        meetings.last_end = max(meetings.start[place], meetings.last_end) + meetings.duration[place]
-        for member in post.channel.members:
-            self.arrived[member][post.content] = meetings.last_end
-            if self.waiting.get(member) == post.content:
-                del self.waiting[member]
-                self.ready.append(member)
+        place = self.num_posts[post.channel, process]
+        self.num_posts[post.channel, process] += 1
+        meetings = self.meetings.setdefault(post.channel, [])
+        if place == len(meetings):
+            meetings.append(_Meeting(post.channel, post.content))
+        meeting = meetings[place]
+        queue = self.queues.setdefault((process, post.channel if post.queue is None else post.queue), _Queue())
+        queue.meetings.append(meeting)
+        meeting.queues.append(queue)
+        meeting.start = max(meeting.start, self.clocks[process])
+        meeting.duration = max(meeting.duration, post.duration)
+        self._hold([meeting])
+
+    def _hold(self, possible: list[_Meeting]) -> None:
+        """Hold those meetings whose members are all there and have nothing before them, and what that sets free."""
+        while possible:
+            meeting = possible.pop()
+            queues = meeting.queues
+            if len(queues) < len(meeting.channel.members) or any(queue.first is not meeting for queue in queues):
+                continue
+            end = max([meeting.start, *(queue.last_end for queue in queues)]) + meeting.duration
+            for queue in queues:
+                queue.meetings.popleft()
+                queue.last_end = end
+                if queue.first:
+                    possible.append(queue.first)
+            for member in meeting.channel.members:
+                self.arrived[member][meeting.content] = end
+                if self.waiting.get(member) == meeting.content:
+                    del self.waiting[member]
+                    self.ready.append(member)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline does, in order, as values; and the 1F1B plan.
+"""What each stage of a pipeline does, in order, as values. `schedule_orders` plans them.
 
 A pipeline is cut into global chunks of layers, 0 at the embedding; a stage holds one or more of them, its
 model_chunks. Its list of actions is executed in order, by these rules:
@@ -8,7 +8,8 @@ model_chunks. Its list of actions is executed in order, by these rules:
   end of the list. So a recv that stands before an earlier F or B is received beside it.
 - Between two stages each direction is one channel, and the k-th send of a channel meets its k-th recv. NCCL
   matches by that order and has no tags; as operations of one communicator run one after another, an executor on
-  NCCL needs a communicator for each direction.
+  NCCL needs a communicator for each direction: UP to stages of a higher number, DOWN to those of a lower one,
+  whatever the payload. Where chunks go round, the last stage sends activations DOWN to the first.
 - `all_gather` and `reduce_scatter` of a model_chunk meet the same stage of the other pipelines; they are awaited
   by the chunk's first F, and at the end of the list.
 - `offload` and `reload` move a micro-batch's activations off the device after F and back before B.
@@ -20,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-
-from hpc_train.errors import ConfigError
 
 
 class Op(StrEnum):
@@ -48,6 +47,17 @@ class Payload(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+
+
+class Direction(StrEnum):
+    """Which way a message goes: to a stage of a higher or of a lower number."""
+
+    UP = "up"
+    DOWN = "down"
+
+    @staticmethod
+    def of(sender: int, receiver: int) -> Direction:
+        return Direction.UP if receiver > sender else Direction.DOWN
 
 
 _TEXTS = {
@@ -153,69 +163,6 @@ def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> in
         chunk = chunks[stage][action.model_chunk] + 1
         return chunk if chunk < sum(map(len, chunks)) else None
     return None
-
-
-def check_micro_batches(num_stages: int, num_micro_batches: int) -> None:
-    """Refuse a pipeline that some stage of would be idle in every phase.
-
-    Raises:
-        ConfigError: fewer micro-batches than stages, with what would work.
-    """
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ConfigError(
-            f"a pipeline of {num_stages} stages with {num_micro_batches} micro-batches does nothing; give at least "
-            "1 stage and 1 micro-batch"
-        )
-    if num_micro_batches < num_stages:
-        raise ConfigError(
-            f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
-            f"micro-batches a step; 1F1B needs at least {num_stages}. Use parallel.pp={num_micro_batches} or less, or "
-            f"{num_stages} micro-batches or more by a larger train.global_batch_size, a smaller train.micro_batch_size "
-            "or a smaller parallel.dp."
-        )
-
-
-def plan_1f1b(num_stages: int, num_micro_batches: int, *, eager: bool = False) -> Schedule:
-    """One forward, one backward: a stage keeps at most as many activations as there are stages from it to the end.
-
-    Stage i does num_stages - 1 - i forwards, then forward and backward in turn, then the backwards left over. With
-    equal costs the stages idle for (p - 1) / (m + p - 1) of the step. A message's way there and an answer's way back
-    then lie between a stage's forward and backward, at the price of one way a micro-batch.
-
-    Args:
-        num_stages: Stages of the pipeline, a chunk each.
-        num_micro_batches: Of this pipeline and step; other pipelines may have other numbers.
-        eager: Twice as many forwards ahead, which hides those ways for almost twice the activations on the first
-            stages.
-
-    Raises:
-        ConfigError: fewer micro-batches than stages, which would leave some stage idle in every phase.
-
-    Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP'19, with a flush
-    after each step; receives posted an action ahead as in MegaScale (NSDI'24). Eager: Zhuang et al., "On optimizing
-    the communication of model parallelism", MLSys'23.
-    """
-    check_micro_batches(num_stages, num_micro_batches)
-    ahead = [(2 if eager else 1) * (num_stages - 1 - stage) for stage in range(num_stages)]
-    compute = [_compute_1f1b(min(number, num_micro_batches), num_micro_batches) for number in ahead]
-    chunks = tuple((stage,) for stage in range(num_stages))
-    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
-
-
-def plan_forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Every micro-batch forward through the stages, for an evaluation; any number of them."""
-    compute = [[Action(Op.F, index) for index in range(num_micro_batches)]] * num_stages
-    chunks = tuple((stage,) for stage in range(num_stages))
-    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks))
-
-
-def _compute_1f1b(num_ahead: int, num_micro_batches: int) -> list[Action]:
-    forwards = [Action(Op.F, index) for index in range(num_micro_batches)]
-    backwards = [Action(Op.B, index) for index in range(num_micro_batches)]
-    in_turn = [
-        action for pair in zip(forwards[num_ahead:], backwards[: -num_ahead or None], strict=True) for action in pair
-    ]
-    return [*forwards[:num_ahead], *in_turn, *backwards[num_micro_batches - num_ahead :]]
 
 
 def add_transfers(

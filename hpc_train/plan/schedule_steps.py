@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from hpc_train.plan.play import Channel, Post, Step
-from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Payload, Schedule
+from hpc_train.plan.schedule import COLLECTIVES, Action, Direction, Op, Payload, Schedule
 
 Costs = Callable[[int, Action], int]
 """Time of an action of a stage, in any unit: how long F, B and W are busy, how long a send, a collective or a copy is
@@ -45,17 +45,32 @@ def no_costs(stage: int, action: Action) -> int:
     return 0
 
 
-def pipeline_steps(schedules: Sequence[Schedule], costs: Costs = no_costs) -> list[list[Step]]:
-    """One list of steps for each stage of each pipeline, step k being action k."""
+def pipeline_steps(
+    schedules: Sequence[Schedule], costs: Costs = no_costs, *, one_queue_each_way: bool = False
+) -> list[list[Step]]:
+    """One list of steps for each stage of each pipeline, step k being action k.
+
+    one_queue_each_way: a stage does all its transfers UP one after another, received or sent, and so those DOWN, as
+    where each direction is one communicator of NCCL; else only those with the same stage.
+    """
     return [
-        _Stage(schedule, stage, pipeline, len(schedules), costs).steps()
+        _Stage(schedule, stage, pipeline, len(schedules), costs, one_queue_each_way).steps()
         for pipeline, schedule in enumerate(schedules)
         for stage in range(schedule.num_stages)
     ]
 
 
 class _Stage:
-    def __init__(self, schedule: Schedule, stage: int, pipeline: int, num_pipelines: int, costs: Costs) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        pipeline: int,
+        num_pipelines: int,
+        costs: Costs,
+        one_queue_each_way: bool,
+    ) -> None:
+        self.one_queue_each_way = one_queue_each_way
         self.schedule = schedule
         self.stage = stage
         self.costs = costs
@@ -101,7 +116,9 @@ class _Stage:
             return None
         assert action.payload is not None
         peer = self.first + action.peer
-        if action.op is Op.SEND:
-            return Post(Channel("direction", (own, peer)), Content(action.payload, chunk, action.micro_batch), cost)
-        source = chunk - 1 if action.payload is Payload.ACTIVATION else chunk + 1
-        return Post(Channel("direction", (peer, own)), Content(action.payload, source, action.micro_batch))
+        ends = (own, peer) if action.op is Op.SEND else (peer, own)
+        queue = Direction.of(*ends) if self.one_queue_each_way else None
+        if action.op is Op.RECV:
+            chunk += -1 if action.payload is Payload.ACTIVATION else 1
+        content = Content(action.payload, chunk, action.micro_batch)
+        return Post(Channel("direction", ends), content, cost, queue)

@@ -22,7 +22,7 @@ from hpc_train.models.transformer import AttentionPlan, Inputs
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.replicated import sum_replicated_gradients
-from hpc_train.plan.schedule import plan_1f1b, plan_forward_only
+from hpc_train.plan.schedule_orders import plan_1f1b, plan_forward_only
 from hpc_train.train.optimizer import ShardedAdamW
 
 if TYPE_CHECKING:

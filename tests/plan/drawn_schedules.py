@@ -1,10 +1,11 @@
-"""Hypothesis strategies for sound schedules: 1F1B, those written by hand, and any order in which the work can go."""
+"""Hypothesis strategies for sound schedules: our plans, those written by hand, and random orders that work."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers, plan_1f1b
+from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
+from hpc_train.plan.schedule_orders import plan_schedule
 from tests.plan.hand_schedules import BY_HAND
 
 Chunks = tuple[tuple[int, ...], ...]
@@ -37,5 +38,12 @@ def orders_of_work(draw: st.DrawFn) -> tuple[int, Chunks, list[list[Action]]]:
 
 def sound_schedules() -> st.SearchStrategy[Schedule]:
     drawn = orders_of_work().map(lambda order: Schedule(order[0], order[1], add_transfers(order[2], order[1])))
-    one_f_one_b = st.integers(1, 4).flatmap(lambda p: st.builds(plan_1f1b, st.just(p), st.integers(p, p + 3)))
-    return st.one_of(drawn, one_f_one_b, st.sampled_from(list(BY_HAND.values())))
+    return st.one_of(drawn, planned_schedules(), st.sampled_from(list(BY_HAND.values())))
+
+
+def planned_schedules(max_stages: int = 4, max_more: int = 3) -> st.SearchStrategy[Schedule]:
+    """What our planners make. max_more: micro-batches beyond the number of stages."""
+    kinds = st.sampled_from(["1f1b", "zero_bubble"])
+    return st.integers(1, max_stages).flatmap(
+        lambda p: st.builds(plan_schedule, kinds, st.just(p), st.integers(p, p + max_more), st.integers(1, 3))
+    )

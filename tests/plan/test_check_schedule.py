@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.check_schedule import check_pipelines, check_schedule
-from hpc_train.plan.schedule import COLLECTIVES, TRANSFERS, Action, Op, Payload, Schedule, plan_1f1b
+from hpc_train.plan.schedule import COLLECTIVES, TRANSFERS, Action, Op, Payload, Schedule
+from hpc_train.plan.schedule_orders import plan_1f1b
 from tests.plan.drawn_schedules import sound_schedules
 from tests.plan.hand_schedules import BY_HAND, EVERYTHING_ELSE, is_sound, written
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.check_schedule import check_schedule
-from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, add_transfers, plan_1f1b
+from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, add_transfers
+from hpc_train.plan.schedule_orders import plan_1f1b
 from hpc_train.plan.simulate import even_costs, simulate
 from tests.plan.drawn_schedules import orders_of_work
 from tests.plan.hand_schedules import is_sound, parse

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.schedule import Op, Schedule, plan_1f1b
+from hpc_train.plan.schedule import Op, Schedule
+from hpc_train.plan.schedule_orders import plan_1f1b
 from hpc_train.plan.simulate import even_costs, simulate
 from tests.plan.hand_schedules import EVERYTHING_ELSE, INTERLEAVED, ZERO_BUBBLE, written
 

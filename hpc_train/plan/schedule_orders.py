@@ -1,0 +1,172 @@
+"""Plans of a pipeline's step: 1F1B, interleaved 1F1B with virtual stages, zero bubble (ZB-H1), and forwards alone.
+
+Stage s of p holds the global chunks s, p + s, 2p + s and so on, so a micro-batch goes v times round the stages. All
+plans have one form: each stage does some forwards ahead, then a forward and a backward in turn, then the backwards left
+over, all stages in the same order of micro-batches and chunks; a stage's place says how many go ahead. Zero bubble puts
+a weight gradient (W) behind each backward, some micro-batches late, so that it fills what the others leave idle.
+
+With F, B and W of a whole stage for a micro-batch, the stages idle for (p - 1)(F + B + W) / v of a step with whole
+backwards, and for (p - 1)(F + B - W) / v with split ones where the three take equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from hpc_train.errors import ConfigError
+from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
+
+Kind = Literal["1f1b", "zero_bubble"]
+
+
+def plan_schedule(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """The plan that `parallel.schedule` names.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, with what would work.
+    """
+    if kind == "zero_bubble":
+        return plan_zero_bubble(num_stages, num_micro_batches, virtual_stages=virtual_stages)
+    return plan_1f1b(num_stages, num_micro_batches, virtual_stages=virtual_stages)
+
+
+def check_micro_batches(num_stages: int, num_micro_batches: int) -> None:
+    """Refuse a pipeline that some stage of would be idle in every phase.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, with what would work.
+    """
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ConfigError(
+            f"a pipeline of {num_stages} stages with {num_micro_batches} micro-batches does nothing; give at least "
+            "1 stage and 1 micro-batch"
+        )
+    if num_micro_batches < num_stages:
+        raise ConfigError(
+            f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
+            f"micro-batches a step; its schedule needs at least {num_stages}. Use parallel.pp={num_micro_batches} or "
+            f"less, or {num_stages} micro-batches or more by a larger train.global_batch_size, a smaller "
+            "train.micro_batch_size or a smaller parallel.dp."
+        )
+
+
+def plan_1f1b(num_stages: int, num_micro_batches: int, *, virtual_stages: int = 1, eager: bool = False) -> Schedule:
+    """One forward, one backward: a stage keeps at most as many activations as there are stages from it to the end.
+
+    Stage i does num_stages - 1 - i forwards, then forward and backward in turn, then the backwards left over. With
+    equal costs the stages idle for (p - 1) / (v m + p - 1) of the step. A message's way there and an answer's way back
+    then lie between a stage's forward and backward, at the price of one way a micro-batch.
+
+    With virtual stages the micro-batches go in groups of as many as there are stages, or more where these do not divide
+    them, and a group goes through all chunks before the next one starts. Such plans are always eager: were the forwards
+    fewer, stages would wait for a message in each turn, and with all of a direction's messages in one queue, for ever.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        num_micro_batches: Of this pipeline and step; other pipelines may have other numbers.
+        virtual_stages: Chunks of layers a stage.
+        eager: Twice as many forwards ahead, which hides those ways for almost twice the activations on the first
+            stages.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages, which would leave some stage idle in every phase.
+
+    Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP'19, with a flush
+    after each step; interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", SC'21; receives posted an action ahead as in MegaScale (NSDI'24). Eager: Zhuang et al., "On
+    optimizing the communication of model parallelism", MLSys'23.
+    """
+    return _plan(num_stages, num_micro_batches, virtual_stages, eager, split=False)
+
+
+def plan_zero_bubble(
+    num_stages: int, num_micro_batches: int, *, virtual_stages: int = 1, eager: bool = False
+) -> Schedule:
+    """ZB-H1: 1F1B's forwards and input gradients, with weight gradients in what would be idle time.
+
+    Stage i is i weight gradients behind its input gradients, so it has as many micro-batches in work as 1F1B's first
+    stage. Arguments and errors as those of `plan_1f1b`.
+
+    Source: Qi et al., "Zero bubble pipeline parallelism", ICLR'24.
+    """
+    return _plan(num_stages, num_micro_batches, virtual_stages, eager, split=True)
+
+
+def plan_forward_only(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """Every micro-batch forward through the stages, for an evaluation; any number of them."""
+    forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)
+    chunks = chunks_of_stages(num_stages, virtual_stages)
+    return Schedule(num_micro_batches, chunks, add_transfers([forwards] * num_stages, chunks))
+
+
+def chunks_of_stages(num_stages: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The global chunks of each stage: chunk k is on stage k mod num_stages."""
+    return tuple(tuple(range(stage, num_stages * virtual_stages, num_stages)) for stage in range(num_stages))
+
+
+def bubble_formula(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
+    """The share of a step in which stages idle, where F, B and W take equally long and messages no time."""
+    idle = num_stages - 1
+    work = virtual_stages * num_micro_batches * (3 if kind == "zero_bubble" else 1)
+    return idle / (work + idle)
+
+
+def _plan(num_stages: int, num_micro_batches: int, virtual_stages: int, eager: bool, *, split: bool) -> Schedule:
+    check_micro_batches(num_stages, num_micro_batches)
+    if virtual_stages < 1:
+        raise ConfigError(f"parallel.virtual_stages={virtual_stages} leaves a stage without layers; give 1 or more")
+    forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)
+    backwards = _in_groups(Op.B, num_stages, num_micro_batches, virtual_stages)
+    # The first micro-batch's last chunk comes behind a whole group's other chunks.
+    first_round = (virtual_stages - 1) * _group_sizes(num_stages, num_micro_batches)[0]
+    for_each_stage_after = 2 if eager or virtual_stages > 1 else 1
+    compute = []
+    for stage in range(num_stages):
+        ahead = first_round + for_each_stage_after * (num_stages - 1 - stage)
+        work = _in_turn(forwards, backwards, min(ahead, len(forwards)))
+        compute.append(_with_weights(work, backwards, stage) if split else work)
+    chunks = chunks_of_stages(num_stages, virtual_stages)
+    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+
+
+def _group_sizes(num_stages: int, num_micro_batches: int) -> list[int]:
+    """How many micro-batches go through all chunks together: at least one for each stage, larger groups first.
+
+    With a smaller group a stage would wait for its micro-batches to come round; with a larger one behind a smaller the
+    backwards would catch up with the forwards.
+    """
+    num_groups = max(1, num_micro_batches // num_stages)
+    size, left_over = divmod(num_micro_batches, num_groups)
+    return [size + (index < left_over) for index in range(num_groups)]
+
+
+def _in_groups(op: Op, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+    """All forwards or backwards of a stage, in the order that is the same on each."""
+    own_chunks = range(virtual_stages) if op is Op.F else range(virtual_stages - 1, -1, -1)
+    actions, first = [], 0
+    for size in _group_sizes(num_stages, num_micro_batches):
+        actions += [Action(op, index, own) for own in own_chunks for index in range(first, first + size)]
+        first += size
+    return actions
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:
+    in_turn = [
+        action for pair in zip(forwards[num_ahead:], backwards[: -num_ahead or None], strict=True) for action in pair
+    ]
+    return [*forwards[:num_ahead], *in_turn, *backwards[len(backwards) - num_ahead :]]
+
+
+def _with_weights(work: Sequence[Action], backwards: Sequence[Action], num_behind: int) -> list[Action]:
+    """Behind each backward but the first ones the oldest weight gradient that is open, and the others at the end."""
+    weights = iter([Action(Op.W, backward.micro_batch, backward.model_chunk) for backward in backwards])
+    actions: list[Action] = []
+    num_done = 0
+    for action in work:
+        actions.append(action)
+        if action.op is Op.B:
+            num_done += 1
+            if num_done > num_behind:
+                actions.append(next(weights))
+    return [*actions, *weights]
