@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install the Debian or Ubuntu packages that the Slurm, MPI and module tests and `make cluster` need.
+# Install the Debian or Ubuntu packages that the Slurm, MPI, module and InfiniBand tests and `make cluster` need.
 # Does nothing when they are there. Without root it names the command for an administrator and succeeds:
 # the tests that need the packages are then skipped and counted.
 set -euo pipefail
 
-packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl)
+packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl ibsim-utils infiniband-diags)
 root=$(dirname "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)")
 
 say() { printf 'setup_system: %s\n' "$*"; }
@@ -31,7 +31,7 @@ installed() {
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
     say "this is not Debian or Ubuntu, so nothing is installed. The Slurm tests look for slurmctld, slurmd," \
-        "munged and ip, the module tests for Lmod, and are skipped where these are missing."
+        "munged and ip, the module tests for Lmod, the InfiniBand tests for ibsim and ibnetdiscover, and are skipped where these are missing."
     exit 0
 fi
 

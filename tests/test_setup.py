@@ -107,7 +107,7 @@ def test_setup_system_does_nothing_when_all_is_there(tmp_path: Path) -> None:
     _fake(tmp_path, "apt-get", "echo called >&2; exit 1")
     done = _run("setup_system.sh", fakes=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "present: slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl" in done.stdout
+    assert "present: slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl ibsim-utils" in done.stdout
 
 
 @pytest.fixture

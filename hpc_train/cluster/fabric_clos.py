@@ -60,7 +60,7 @@ def _build(
     gpus, rails = gpus_rails
     down, up = down_up
     names = _names(pods * nodes, settings, text)
-    shared = None if gpus == rails else tuple(gpu * rails // gpus for gpu in range(gpus))
+    shared = tuple(gpu * rails // gpus for gpu in range(gpus))
     by_name: dict[str, FabricNode] = {}
     pod_of_leaf: dict[str, str] = {}
     for pod in range(pods):

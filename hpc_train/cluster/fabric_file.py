@@ -66,8 +66,9 @@ def read_fabric_file(text: str, source: str) -> Fabric:
     ratios = _ratios(file, top)
     speeds = _mapping(file, ("link_bytes_per_s",), TIERS) if "link_bytes_per_s" in top else {}
     rail_nics = tuple(str(name) for name in _list(file, ("rail_nics",), top.get("rail_nics", [])))
+    nodes = _nodes(file, top, draft, len(rail_nics))
     return Fabric(
-        nodes=_nodes(file, top, draft, len(rail_nics)),
+        nodes=nodes,
         pod_of_leaf=draft.pod_of_leaf,
         core_of_pod=draft.core_of_pod,
         source=source if "source" not in top else f"{source} ({top['source']})",
@@ -76,7 +77,7 @@ def read_fabric_file(text: str, source: str) -> Fabric:
         leaf_uplinks=draft.leaf_uplinks,
         pod_uplinks=draft.pod_uplinks,
         link_bytes_per_s={tier: _number(file, ("link_bytes_per_s", tier), speeds[tier], least=1) for tier in speeds},
-        are_rails_known=bool(draft.rails) or "rail_of_gpu" in top,
+        are_rails_known=all(node.rail_of_gpu is not None for node in nodes.values()),
         rail_nics=rail_nics,
         notes=tuple(str(note) for note in _list(file, ("notes",), top.get("notes", []))),
     )

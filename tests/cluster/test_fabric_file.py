@@ -64,7 +64,7 @@ def test_leaf_sets_rails_and_what_single_nodes_differ_in() -> None:
         # One switch with all cards, one of them on another node's rail.
         Fabric(
             {"a": FabricNode("a", ("s", "s", None)), "b": FabricNode("b", ("s", None, "s"), 3)},
-            {"s": "p"}, {}, "x", leaf_uplinks={"s": 4}, are_rails_known=True, rail_nics=("m0", "m1", "m2"),
+            {"s": "p"}, {}, "x", leaf_uplinks={"s": 4}, rail_nics=("m0", "m1", "m2"),
         ),
     ],
     ids=["text", "clos", "shared rails", "one switch"],

@@ -16,6 +16,8 @@ examples:
   salloc -N 16 hpc-train doctor            all nodes of an allocation
   hpc-train doctor config.yaml --json      with the settings of a run, for a program to read
   hpc-train doctor --watch-errors 30       which error counters of the network grow, while a job runs
+  sudo hpc-train doctor --admin-dump /opt/hpc/fabric.yaml
+                                           the InfiniBand fabric, once for all users (fabric.source)
 
 Exit code 3 when a finding would stop a run, else 0.
 """
@@ -60,6 +62,16 @@ def add_doctor_parser(commands: Any) -> None:
         default=0.0,
         metavar="SECONDS",
         help="read the network's error counters twice, and say which grow",
+    )
+    dump = parser.add_argument_group("the fabric, for an administrator")
+    dump.add_argument(
+        "--admin-dump",
+        type=filled,
+        metavar="FILE",
+        help="look at nothing but the InfiniBand fabric, and write it for all users; needs root",
+    )
+    dump.add_argument(
+        "--cards", type=filled, metavar="LIST", help="the cards that are rails, such as mlx5_[0-3,6-9] (default: all)"
     )
     group = parser.add_argument_group("a job of its own (further flags of salloc follow behind `--`)")
     for flag in FLAGS:

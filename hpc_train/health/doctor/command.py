@@ -30,6 +30,7 @@ from hpc_train.cluster.situation import Found, Situation, find_situation
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.errors import ConfigError, ExitCode, LaunchError
 from hpc_train.health.doctor import infiniband, modules, mpi_check, network, python_env, slurm_site, storage
+from hpc_train.health.doctor.admin_dump import admin_dump, describe
 from hpc_train.health.doctor.answers import ask, complaint
 from hpc_train.health.doctor.findings import Finding, format_report, merge, would_stop_a_run
 from hpc_train.health.doctor.node import look_at_node, parse_node_lines
@@ -73,7 +74,17 @@ class Place:
 
 
 def doctor_command(options: Namespace) -> int:
-    """Carry out `doctor`: 3 when a finding would stop a run, else 0."""
+    """Carry out `doctor`: 3 when a finding would stop a run, else 0.
+
+    Raises:
+        HpcTrainError: the fabric cannot be written down.
+    """
+    if options.admin_dump is not None:
+        fabric = admin_dump(options.admin_dump, process_env(), options.cards)
+        print("\n".join(describe(fabric, options.admin_dump)))
+        return int(ExitCode.DONE)
+    if options.cards is not None:
+        raise ConfigError("--cards has no effect without --admin-dump; leave it out")
     request = make_request(options, process_env())
     place = find_place(request.env)
     flags = given_flags(options)

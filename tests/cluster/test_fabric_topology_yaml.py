@@ -1,0 +1,91 @@
+"""Slurm's topology.yaml: which of its topologies is taken, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.cluster.fabric_topology_yaml import read_topology_yaml
+from hpc_train.errors import ConfigError
+
+TEXT = """\
+---
+- topology: tree1
+  cluster_default: true
+  tree:
+    switches:
+      - switch: root
+        children: s[1-2]
+      - switch: s1
+        nodes: node[01-02]
+      - switch: s2
+        nodes: node[03-04]
+- topology: racks
+  cluster_default: false
+  block:
+    block_sizes:
+      - 2
+      - 4
+    blocks:
+      - block: b1
+        nodes: node[01-02]
+      - block: b2
+        nodes: node[03-04]
+      - block: b3
+        nodes: node[05-06]
+- topology: plain
+  flat: true
+- topology: doughnut
+  torus3d: {dimensions: 3}
+"""
+
+
+def test_the_named_topology_or_the_default_is_read() -> None:
+    default = read_topology_yaml(TEXT, "topology.yaml")
+    assert default is not None
+    assert default.nodes["node03"].leaves == ("s2",)
+    assert default.pod_of_leaf == {"s1": "root", "s2": "root"}
+    assert default.source == "topology.yaml#tree1"
+    racks = read_topology_yaml(TEXT, "topology.yaml", "racks")
+    assert racks is not None
+    assert racks.pod_of_leaf == {"b1": "blocks 0", "b2": "blocks 0", "b3": "blocks 1"}
+
+
+def test_a_flat_topology_tells_nothing() -> None:
+    assert read_topology_yaml(TEXT, "topology.yaml", "plain") is None
+
+
+def test_which_topology_is_meant_has_to_be_clear() -> None:
+    with pytest.raises(ConfigError, match="there is no topology other; it has tree1, racks"):
+        read_topology_yaml(TEXT, "topology.yaml", "other")
+    undecided = TEXT.replace("cluster_default: true", "cluster_default: false")
+    with pytest.raises(ConfigError, match="none of its topologies is the cluster's default.*Name one"):
+        read_topology_yaml(undecided, "topology.yaml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name", "line", "words"),
+    [
+        ("switch: s1", "swich: s1", None, 8, "swich: unknown key"),
+        ("children: s[1-2]", "children: s[1-3]", None, 6, "the switch s3 below it"),
+        ("node[03-04]", "node[02-04]", None, 10, "node02 is below s2 and, on line 8, below s1"),
+        ("node[01-02]", "node[01-02", None, 9, "never closed"),
+        ("- topology: racks", "- name: racks", None, 12, "name: unknown key"),
+        ("- topology: racks", "- topology: tree1", None, 12, "tree1 is described twice"),
+        ("      - 2\n", "      - two\n", "racks", 15, "not a list of whole numbers"),
+        ("flat: true", "flat: false", "plain", 25, "one of tree, block and flat; found none"),
+        ("topology: tree1", "topology: tree1", "doughnut", 28, "kind torus3d cannot be used"),
+        ("    switches:", "    switchs:", None, 5, "switchs: unknown key"),
+    ],
+)
+def test_faults_are_told_with_their_line(old: str, new: str, name: str | None, line: int, words: str) -> None:
+    assert old in TEXT
+    with pytest.raises(ConfigError) as caught:
+        read_topology_yaml(TEXT.replace(old, new, 1), "topology.yaml", name)
+    assert words in str(caught.value)
+    assert f", line {line}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "a: 1", "[]", "- 3"])
+def test_what_is_no_list_of_topologies_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="topology.yaml, line 1: .*expected"):
+        read_topology_yaml(text, "topology.yaml")
