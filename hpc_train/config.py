@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hpc_train.errors import ConfigError
 
@@ -34,6 +34,9 @@ class ModelConfig(Section):
     """A decoder-only transformer.
 
     `gpt`: LayerNorm, GELU, biases, learned positions. `llama`: RMSNorm, SwiGLU, RoPE, grouped K/V heads.
+
+    block: attention and feed-forward part one behind the other, or beside each other on one norm. attention_window: how
+    many tokens a token sees, itself among them: a number, or one for each layer, where null is all before it.
     """
 
     family: Literal["gpt", "llama"]
@@ -44,6 +47,8 @@ class ModelConfig(Section):
     ffn_hidden_size: Positive | None = None
     vocab_size: Positive
     tied_embeddings: bool = False
+    block: Literal["serial", "parallel"] = "serial"
+    attention_window: int | tuple[int | None, ...] | None = None
     dropout: Fraction = 0.0
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
@@ -58,6 +63,13 @@ class ModelConfig(Section):
         return self.num_kv_heads or self.num_heads
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer; None for full attention."""
+        if isinstance(self.attention_window, tuple):
+            return self.attention_window
+        return (self.attention_window,) * self.num_layers
+
+    @property
     def ffn_size(self) -> int:
         """Given, or 4h for gpt and 8h/3 rounded up to a multiple of 64 for llama (as its authors do)."""
         if self.ffn_hidden_size:
@@ -65,6 +77,26 @@ class ModelConfig(Section):
         if self.family == "gpt":
             return 4 * self.hidden_size
         return -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @field_validator("attention_window", mode="before")
+    @classmethod
+    def _windows_are_sizes(cls, value: object) -> object:
+        sizes = value if isinstance(value, list | tuple) else [value]
+        if not all(size is None or (type(size) is int and size > 0) for size in sizes):
+            raise ValueError(
+                f"model.attention_window={value!r}: give a number of tokens above 0, or a list with such a number or "
+                "null for each layer"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _window_for_each_layer(self) -> ModelConfig:
+        if len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"model.attention_window has {len(self.windows)} entries and model.num_layers={self.num_layers}; give "
+                "one entry for each layer, or one number for all"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -278,6 +310,18 @@ class Config(Section):
             raise ValueError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
                 f"train.micro_batch_size={self.train.micro_batch_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _windows_within_sequences(self) -> Config:
+        seq_len = self.data.seq_len
+        longer = [(layer, size) for layer, size in enumerate(self.model.windows) if size and size > seq_len]
+        if longer:
+            layer, size = longer[0]
+            raise ValueError(
+                f"model.attention_window={size} of layer {layer} is longer than data.seq_len={seq_len}. Use {seq_len} "
+                "or less, or null for full attention"
             )
         return self
 

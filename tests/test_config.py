@@ -36,6 +36,13 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("parallel.sequence_parallel=true", "no effect with tp=1; leave it out, or use tp=2"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr"),
         ("name=../x", "name: "),
+        ("model.attention_window=257", "257 of layer 0 is longer than data.seq_len=256. Use 256 or less, or null"),
+        ("model.attention_window=[8,null,300,8]", "300 of layer 2 is longer than data.seq_len=256"),
+        ("model.attention_window=[8,null]", "has 2 entries and model.num_layers=4; give one entry for each layer"),
+        ("model.attention_window=0", "model.attention_window=0: give a number of tokens above 0"),
+        ("model.attention_window=[8,0,8,8]", r"model.attention_window=\[8, 0, 8, 8\]: give a number of tokens above 0"),
+        ("model.attention_window=wide", "model.attention_window='wide': give a number of tokens above 0"),
+        ("model.block=both", "model.block: .*'serial' or 'parallel'"),
         ("train.steps", "is not an override"),
         ("train.steps.more=1", "which is a value"),
         ("data.train.5.weight=1", "not an index"),
@@ -46,6 +53,14 @@ def test_a_wrong_override_is_refused_and_named(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config("tiny", [override])
     assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_an_attention_window_is_one_number_or_one_for_each_layer():
+    windows = [
+        load_config("tiny", [f"model.attention_window={text}"]).model.windows for text in ("8", "[8,null,256,9]")
+    ]
+    assert windows == [(8, 8, 8, 8), (8, None, 256, 9)]
+    assert load_config("tiny").model.windows == (None,) * 4
 
 
 def test_all_faults_are_listed_at_once():

@@ -75,6 +75,25 @@ def read_hf_config(tree: Mapping[str, Any], where: str, ignore: Collection[str] 
         raise CheckpointError("\n  ".join([f"{where}: no model of ours has these sizes:", *words])) from None
 
 
+def require_hf_can_say(model: ModelConfig) -> None:
+    """Refuse a model whose options have no words in the config.json of Llama or GPT-2: its logits would be others.
+
+    Raises:
+        CheckpointError: all such options are named.
+    """
+    faults = []
+    if model.block != "serial":
+        faults.append(
+            f"model.block={model.block}: blocks there have attention and feed-forward part one behind the other"
+        )
+    if any(model.windows):
+        faults.append(f"model.attention_window={model.attention_window}: attention there is full")
+    if faults:
+        there = next(theirs for theirs, ours in FAMILIES.items() if ours == model.family)
+        what = f"a Hugging Face model of the type {there} cannot say of this model:"
+        raise CheckpointError("\n  ".join([what, *faults, "Only a model trained without them can be converted."]))
+
+
 def write_hf_config(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of a model with weights of `dtype` (torch's name).
 

@@ -12,7 +12,7 @@ import torch
 
 from hpc_train.checkpoint import safetensors_files as files
 from hpc_train.checkpoint.find import HF_FOLDER
-from hpc_train.checkpoint.hf_config import write_hf_config
+from hpc_train.checkpoint.hf_config import require_hf_can_say, write_hf_config
 from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
 from hpc_train.checkpoint.hf_names import HfTensor, hf_tensors
 from hpc_train.checkpoint.manifest import Manifest, read_manifest
@@ -32,6 +32,7 @@ def export_hf(
     tokenizer: Path | None,
 ) -> Converted:
     """A Hugging Face folder from the weights of a checkpoint."""
+    require_hf_can_say(spec.model)
     manifest = read_manifest(checkpoint)
     require_model(checkpoint, manifest, spec)
     entries = [_entry(checkpoint, manifest, hf, dtype) for hf in hf_tensors(spec).values()]

@@ -17,32 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_train.config import ModelConfig
+from hpc_train.models.attention import AttentionPlan, attend
 from hpc_train.models.dropout import DropoutKey, drop
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Which tokens see which, for one micro-batch: causal, and within a document only.
-
-    mask_B1TT: (B, 1, T, T) bool, True where a query (dim 2) sees a key (dim 3); None when every sequence is one
-    document, where plain causal attention does.
-    """
-
-    mask_B1TT: torch.Tensor | None
-
-    @classmethod
-    def from_boundaries(
-        cls, boundaries: tuple[tuple[int, ...], ...], seq_len: int, device: torch.device
-    ) -> AttentionPlan:
-        """From the lengths of the documents' pieces in each sequence; lengths add up to seq_len."""
-        if all(len(lengths) == 1 for lengths in boundaries):
-            return cls(None)
-        document_BT = torch.stack(
-            [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in boundaries]
-        ).to(device)
-        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-        causal_TT = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
-        return cls((same_BTT & causal_TT)[:, None])
 
 
 @dataclass(frozen=True)
@@ -63,14 +39,16 @@ class Inputs:
 class Attention(nn.Module):
     """Multi-head attention with grouped key/value heads; RoPE where `rotary` is given.
 
-    kv_of_head: for each query head its key/value head, where they are not in equal groups in order.
+    kv_of_head: for each query head its key/value head, where they are not in equal groups in order. window: how many
+    tokens a query sees, itself the last of them; None for all.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         bias = config.family == "gpt"
         kv_size = config.kv_heads * config.head_size
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        self.window = window
         self.kv_of_head: tuple[int, ...] | None = None
         self.recompute_core = False
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
@@ -100,14 +78,7 @@ class Attention(nn.Module):
             q_BHTD, k_BKTD = _rotate(q_BHTD, *rotary), _rotate(k_BKTD, *rotary)
         if self.kv_of_head is not None:
             k_BKTD, v_BKTD = k_BKTD[:, list(self.kv_of_head)], v_BKTD[:, list(self.kv_of_head)]
-        return F.scaled_dot_product_attention(
-            q_BHTD,
-            k_BKTD,
-            v_BKTD,
-            attn_mask=plan.mask_B1TT,
-            is_causal=plan.mask_B1TT is None,
-            enable_gqa=k_BKTD.shape[1] != self.num_heads,
-        )
+        return attend(q_BHTD, k_BKTD, v_BKTD, plan, self.window)
 
 
 class GptFeedForward(nn.Module):
@@ -144,9 +115,9 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attention_norm = _norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, config.windows[layer])
         self.ffn_norm = _norm(config)
-        self.ffn: nn.Module = GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
+        self.ffn = _feed_forward(config)
 
     def forward(
         self,
@@ -161,6 +132,41 @@ class Block(nn.Module):
         x_BTh = x_BTh + drop(y_BTh, dropout, layer=self.layer, site=0, first_token=first_token)
         y_BTh = self.ffn(self.ffn_norm(x_BTh))
         return x_BTh + drop(y_BTh, dropout, layer=self.layer, site=1, first_token=first_token)
+
+
+class ParallelBlock(nn.Module):
+    """x + (attention(norm(x)) + ffn(norm(x))), of one norm; what is added may be dropped out.
+
+    Source: Wang and Komatsuzaki, "GPT-J-6B", 2021; Chowdhery et al., "PaLM", 2022.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.norm = _norm(config)
+        self.attention = Attention(config, config.windows[layer])
+        self.ffn = _feed_forward(config)
+
+    def forward(
+        self,
+        x_BTh: torch.Tensor,
+        plan: AttentionPlan,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        dropout: DropoutKey | None = None,
+        first_token: int = 0,
+    ) -> torch.Tensor:
+        """first_token: the place in its sequence of the first token of x."""
+        y_BTh = self.branches(self.norm(x_BTh), plan, rotary)
+        return x_BTh + drop(y_BTh, dropout, layer=self.layer, site=0, first_token=first_token)
+
+    def branches(
+        self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """The sum of what attention and feed-forward part make of the same input."""
+        return self.attention(x_BTh, plan, rotary) + self.ffn(x_BTh)
+
+
+BLOCKS: dict[str, type[Block] | type[ParallelBlock]] = {"serial": Block, "parallel": ParallelBlock}
 
 
 class Transformer(nn.Module):
@@ -193,7 +199,7 @@ class Transformer(nn.Module):
         has_positions = has_embedding and config.family == "gpt"
         self.positions = nn.Embedding(max_seq_len, config.hidden_size) if has_positions else None
         numbers = range(config.num_layers) if layers is None else layers
-        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): BLOCKS[config.block](config, number) for number in numbers})
         self.norm = _norm(config) if has_head else None
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_head else None
         self._tie()
@@ -300,6 +306,10 @@ def _maybe_recomputed(is_recomputed: bool, function: Callable[..., torch.Tensor]
     if not is_recomputed or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _feed_forward(config: ModelConfig) -> nn.Module:
+    return GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

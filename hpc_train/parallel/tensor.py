@@ -1,7 +1,8 @@
 """Tensor and sequence parallel: dress a plain model so that a tp group computes it together.
 
-A block is entered and left once by attention and once by the feed-forward part. Inside, every rank has its share of
-the heads or features; outside, all have the whole residual stream, or with sequence parallel a share of its tokens.
+A serial block is entered and left once by attention and once by the feed-forward part, a parallel block once in all.
+Inside, every rank has its share of the heads or features; outside, all have the whole residual stream, or with sequence
+parallel a share of its tokens.
 
 entering: x as it is, gradients summed          | with sequence parallel: all-gather, gradients reduce-scattered
 leaving:  partial sums added, gradient as it is | with sequence parallel: reduce-scatter, gradient all-gathered
@@ -20,7 +21,8 @@ from torch import nn
 
 from hpc_train.comm.collectives import Group, all_gather_, all_gather_tokens, all_reduce_, reduce_scatter_tokens
 from hpc_train.config import ModelConfig
-from hpc_train.models.transformer import Attention, Block, Transformer
+from hpc_train.models.attention import AttentionPlan
+from hpc_train.models.transformer import Attention, Block, ParallelBlock, Transformer
 from hpc_train.plan.parameters import TensorSplit
 
 
@@ -52,17 +54,49 @@ class _Leave(torch.autograd.Function):
 
 
 class RowLinear(nn.Module):
-    """A linear whose input features are split: partial sums are added over the group, the bias once, behind."""
+    """A linear whose input features are split: partial sums are added over the group, the bias once, behind.
+
+    is_joined: it gives its partial sum alone; a parallel block adds another's to it before both leave.
+    """
 
     def __init__(self, plain: nn.Linear, in_features: int, group: Group, by_tokens: bool) -> None:
         super().__init__()
+        self.is_joined = False
         self.weight = _parameter(plain.weight, (plain.out_features, in_features))
         self.bias = None if plain.bias is None else _parameter(plain.bias, (plain.out_features,))
         self._group, self._by_tokens = group, by_tokens
 
     def forward(self, x_BTf: torch.Tensor) -> torch.Tensor:
-        y_BTh = _Leave.apply(F.linear(x_BTf, self.weight), self._group, self._by_tokens)
+        partial_BTh = F.linear(x_BTf, self.weight)
+        if self.is_joined:
+            return partial_BTh
+        y_BTh = _Leave.apply(partial_BTh, self._group, self._by_tokens)
         return y_BTh if self.bias is None else y_BTh.add_(self.bias)
+
+
+class SharedParallelBlock(ParallelBlock):
+    """A parallel block that a group computes together: one exchange before both parts, one of their sum behind."""
+
+    def __init__(self, plain: ParallelBlock, group: Group, by_tokens: bool) -> None:
+        nn.Module.__init__(self)
+        self.layer, self.norm, self.attention, self.ffn = plain.layer, plain.norm, plain.attention, plain.ffn
+        self._group, self._by_tokens = group, by_tokens
+        for row in self._rows():
+            row.is_joined = True
+
+    def branches(
+        self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        x_BTh = _Enter.apply(x_BTh, self._group, self._by_tokens)
+        y_BTh = _Leave.apply(super().branches(x_BTh, plan, rotary), self._group, self._by_tokens)
+        for row in self._rows():
+            y_BTh = y_BTh if row.bias is None else y_BTh.add_(row.bias)
+        return y_BTh
+
+    def _rows(self) -> tuple[RowLinear, RowLinear]:
+        out, down = self.attention.out, self.ffn.down
+        assert isinstance(out, RowLinear) and isinstance(down, RowLinear)
+        return out, down
 
 
 class VocabularyEmbedding(nn.Module):
@@ -126,9 +160,8 @@ class TensorParallelTransformer(Transformer):
         if self.embedding is not None:
             assert isinstance(self.embedding, nn.Embedding)
             self.embedding = VocabularyEmbedding(self.embedding, ids, group, by_tokens)
-        for block in self.layers.values():
-            assert isinstance(block, Block)
-            _dress_block(block, config, split, group)
+        for name, block in self.layers.items():
+            self.layers[name] = _dressed_block(block, config, split, group)
         if self.head is not None:
             self.head = _narrow(self.head, len(ids))
             self._tie()
@@ -145,12 +178,9 @@ class TensorParallelTransformer(Transformer):
         return _VocabularyLoss.apply(logits_NV, labels_BT.flatten(), first_id, self._group)
 
 
-def _dress_block(block: Block, config: ModelConfig, split: TensorSplit, group: Group) -> None:
+def _dressed_block(block: nn.Module, config: ModelConfig, split: TensorSplit, group: Group) -> nn.Module:
+    assert isinstance(block, Block | ParallelBlock)
     by_tokens = split.sequence_parallel
-
-    def enter(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_Enter.apply(arguments[0], group, by_tokens), *arguments[1:])
-
     _dress_attention(block.attention, config, split, group)
     ffn: Any = block.ffn
     size = config.ffn_size // split.tp
@@ -158,8 +188,15 @@ def _dress_block(block: Block, config: ModelConfig, split: TensorSplit, group: G
         if hasattr(ffn, name):
             setattr(ffn, name, _narrow(getattr(ffn, name), size))
     ffn.down = RowLinear(ffn.down, size, group, by_tokens)
+    if isinstance(block, ParallelBlock):
+        return SharedParallelBlock(block, group, by_tokens)
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_Enter.apply(arguments[0], group, by_tokens), *arguments[1:])
+
     for module in (block.attention, ffn):
         module.register_forward_pre_hook(enter)
+    return block
 
 
 def _dress_attention(attention: Attention, config: ModelConfig, split: TensorSplit, group: Group) -> None:

@@ -18,16 +18,22 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
     return attention + ffn
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of one token's forward and backward, full attention, no recomputation.
+def attention_spans(model: ModelConfig, seq_len: int) -> tuple[int, ...]:
+    """How many keys each layer's attention multiplies a query with: its window, or the whole sequence."""
+    return tuple(min(window or seq_len, seq_len) for window in model.windows)
 
-    6 for each matrix weight, and 12 * layers * hidden * seq_len for the two attention products. For a GPT with
-    ffn 4h this is 72 l h^2 (1 + s / 6h + V / 12lh), the count behind published MFU figures.
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of one token's forward and backward, without recomputation.
+
+    6 for each matrix weight, and 12 * hidden * span for the two attention products of each layer, whose span is its
+    window or seq_len. For a GPT with ffn 4h and full attention this is 72 l h^2 (1 + s / 6h + V / 12lh), the count
+    behind published MFU figures.
 
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM", SC'21. The causal half of the attention is counted in full there, and so it is here.
     """
-    return 6.0 * matmul_parameters(model) + 12.0 * model.num_layers * model.hidden_size * seq_len
+    return 6.0 * matmul_parameters(model) + 12.0 * model.hidden_size * sum(attention_spans(model, seq_len))
 
 
 def mfu(tokens_per_s: float, model: ModelConfig, seq_len: int, peak_flops: float) -> float:

@@ -143,12 +143,14 @@ def _parameters(config: ModelConfig, max_seq_len: int, part: ModelPart, split: T
 def _layer(config: ModelConfig, prefix: str, split: TensorSplit) -> Iterator[LocalParameter]:
     hidden, ffn, size, is_gpt = config.hidden_size, config.ffn_size, config.head_size, config.family == "gpt"
     heads = _scaled(split.heads(config), size)
-    yield from _norm(f"{prefix}.attention_norm", config, split)
+    is_parallel = config.block == "parallel"
+    yield from _norm(f"{prefix}.norm" if is_parallel else f"{prefix}.attention_norm", config, split)
     yield from _column(f"{prefix}.attention.q", (hidden, hidden), heads, is_gpt)
     for name in ("k", "v"):
         yield from _key_value(f"{prefix}.attention.{name}", config, split)
     yield from _row(f"{prefix}.attention.out", (hidden, hidden), heads, is_gpt, split)
-    yield from _norm(f"{prefix}.ffn_norm", config, split)
+    if not is_parallel:
+        yield from _norm(f"{prefix}.ffn_norm", config, split)
     columns = range(ffn * split.tp_rank // split.tp, ffn * (split.tp_rank + 1) // split.tp)
     for name in ("up",) if is_gpt else ("gate", "up"):
         yield from _column(f"{prefix}.ffn.{name}", (ffn, hidden), columns, is_gpt)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
-from hpc_train.plan.cost import layer_matmul_parameters
+from hpc_train.plan.cost import attention_spans, layer_matmul_parameters
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart
 
@@ -44,12 +44,14 @@ def model_costs(
     """
     tokens = seq_len * micro_batch_size
     linears = 6 * layer_matmul_parameters(model)
-    products = 12 * model.hidden_size * seq_len
-    # A backward is twice a forward, so the forward is a third.
-    again = {"none": 0, "selective": products // 3, "full": (linears + products) // 3}[recompute]
-    layer = tokens * (linears + products + again)
+    layers = []
+    for span in attention_spans(model, seq_len):
+        products = 12 * model.hidden_size * span
+        # A backward is twice a forward, so the forward is a third.
+        again = {"none": 0, "selective": products // 3, "full": (linears + products) // 3}[recompute]
+        layers.append(tokens * (linears + products + again))
     head_and_loss = tokens * model.vocab_size * (6 * model.hidden_size + LOSS_FLOPS_PER_LOGIT)
-    return ModelCosts((layer,) * model.num_layers, 0, head_and_loss)
+    return ModelCosts(tuple(layers), 0, head_and_loss)
 
 
 def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] = "none") -> tuple[range, ...]:

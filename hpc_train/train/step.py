@@ -17,8 +17,9 @@ import torch
 
 from hpc_train.comm.collectives import all_reduce_sum
 from hpc_train.comm.groups import Groups
+from hpc_train.models.attention import AttentionPlan
 from hpc_train.models.dropout import DropoutKey
-from hpc_train.models.transformer import AttentionPlan, Inputs
+from hpc_train.models.transformer import Inputs
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.replicated import sum_replicated_gradients

@@ -64,7 +64,7 @@ def _loss(model: Any, batch: Any) -> Any:
     """Through the wrapper's forward, which DDP and FSDP2 need; the mean over tokens, as both average ranks."""
     import torch.nn.functional as F
 
-    from hpc_train.models.transformer import AttentionPlan
+    from hpc_train.models.attention import AttentionPlan
 
     logits = model(batch.tokens, batch.positions, AttentionPlan(None))
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)

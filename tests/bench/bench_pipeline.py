@@ -25,7 +25,8 @@ def _stage_module(me: TestRank, layers: range) -> Any:
     from torch import nn
 
     from hpc_train.config import ModelConfig
-    from hpc_train.models.transformer import AttentionPlan, Inputs, Transformer
+    from hpc_train.models.attention import AttentionPlan
+    from hpc_train.models.transformer import Inputs, Transformer
 
     is_first, is_last = me.rank == 0, me.rank == me.world_size - 1
 

@@ -68,7 +68,7 @@ def _dtensor(me: TestRank, *, by_tokens: bool = False, tuned: bool = False) -> P
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    from hpc_train.models.transformer import AttentionPlan
+    from hpc_train.models.attention import AttentionPlan
 
     model = plain_model()
     parallelize_module(model, init_device_mesh("cpu", (me.world_size,)), _plan(by_tokens, tuned))

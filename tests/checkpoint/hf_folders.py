@@ -16,7 +16,8 @@ from hpc_train.checkpoint.rows import read_whole
 from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
 from hpc_train.config import ModelConfig
-from hpc_train.models.transformer import AttentionPlan, Transformer
+from hpc_train.models.attention import AttentionPlan
+from hpc_train.models.transformer import Transformer
 from hpc_train.plan.flat import Box
 
 SPECS = {

@@ -18,6 +18,7 @@ from hpc_train.checkpoint.convert_hf import convert
 from hpc_train.checkpoint.find import read_model
 from hpc_train.checkpoint.hf_folder import as_dtype
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.model_tensors import ModelSpec
 from hpc_train.checkpoint.safetensors_files import SINGLE_FILE, read_header
 from hpc_train.checkpoint.save import save_checkpoint
 from hpc_train.errors import CheckpointError, ConfigError
@@ -230,6 +231,24 @@ def test_a_truncated_file_is_refused(tmp_path):
     os.truncate(hf / SINGLE_FILE, (hf / SINGLE_FILE).stat().st_size - 1)
     with pytest.raises(CheckpointError, match="damaged or cut short"):
         convert(hf, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {"block": "parallel"}, r"type llama cannot say .*\n  model.block=parallel"),
+        ("gpt-tied", {"attention_window": 8}, r"type gpt2 cannot say .*\n  model.attention_window=8: .* full"),
+        ("llama", {"attention_window": (None, 4)}, r"model.attention_window=\(None, 4\)"),
+    ],
+)
+def test_a_model_that_hugging_face_s_files_cannot_describe_is_refused_before_anything_is_written(
+    name, changes, said, tmp_path
+):
+    spec = ModelSpec(SPECS[name].model.model_copy(update=changes), SPECS[name].max_seq_len)
+    write_checkpoint(tmp_path / "ours", spec, weights(spec))
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "ours", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_checkpoint_of_another_model_than_its_configuration_is_refused_with_the_names(tmp_path):

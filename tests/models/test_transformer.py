@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hpc_train.config import ModelConfig
-from hpc_train.models.transformer import AttentionPlan, Transformer
+from hpc_train.models.attention import AttentionPlan
+from hpc_train.models.transformer import Transformer
 
 FAMILIES = {
     "gpt": ModelConfig(family="gpt", num_layers=2, hidden_size=32, num_heads=4, vocab_size=50),
@@ -15,6 +16,10 @@ FAMILIES = {
     ),
     "llama": ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=4, vocab_size=50),
     "llama-gqa": ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=50),
+}
+FAMILIES |= {
+    f"{name}-parallel-window": config.model_copy(update={"block": "parallel", "attention_window": window})
+    for (name, config), window in zip(FAMILIES.items(), (3, (None, 5), (4, None), (6, 2)), strict=True)
 }
 
 
@@ -52,8 +57,37 @@ def test_a_token_sees_no_later_token(name):
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_layer_s_window_reaches_back_so_far_and_no_further(family, block):
+    """Two layers with windows of 3 and 4: what a token says is heard by itself and the 5 behind it."""
+    config = FAMILIES[family].model_copy(update={"block": block, "attention_window": (3, 4)})
+    model = Transformer(config, max_seq_len=16).double()
+    model.init_weights(seed=3)
+    tokens = torch.arange(16)[None] % 50
+    changed = tokens.clone()
+    changed[0, 4] = 49
+    before, after = (model(t, _positions(16), AttentionPlan(None))[0] for t in (tokens, changed))
+    differs = (before - after).abs().amax(dim=-1) > 0
+    assert differs.nonzero().flatten().tolist() == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_parallel_block_adds_both_parts_of_one_norm(family):
+    config = FAMILIES[family].model_copy(update={"block": "parallel"})
+    model = Transformer(config, max_seq_len=16).double()
+    model.init_weights(seed=3)
+    block = model.layers["1"]
+    assert [name for name, _ in block.named_children()] == ["norm", "attention", "ffn"]
+    x = torch.randn(1, 16, 32, dtype=torch.float64)
+    rotary = model._rotary(_positions(16), x.dtype) if family == "llama" else None
+    normed = block.norm(x)
+    expected = x + block.attention(normed, AttentionPlan(None), rotary) + block.ffn(normed)
+    torch.testing.assert_close(block(x, AttentionPlan(None), rotary), expected)
+
+
 def test_one_document_a_row_needs_no_mask():
-    assert AttentionPlan.from_boundaries(((8,), (8,)), 8, torch.device("cpu")).mask_B1TT is None
+    assert AttentionPlan.from_boundaries(((8,), (8,)), 8, torch.device("cpu")).whole_mask() is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

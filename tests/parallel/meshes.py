@@ -31,6 +31,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "uneven": (False, True),
     "dropout": (0.0, 0.2),
+    "block": ("serial", "parallel"),
+    "window": ("full", "all", "mixed"),
 }
 
 
@@ -47,6 +49,8 @@ class Case:
     tied: bool = False
     uneven: bool = False
     dropout: float = 0.0
+    block: str = "serial"
+    window: str = "full"
     num_sequences: int = 8
     num_layers: int = 4
 
@@ -63,6 +67,8 @@ class Case:
             self.model,
             tied=self.tied,
             dropout=self.dropout,
+            block=self.block,
+            window=self.window,
             num_sequences=self.num_sequences,
             num_layers=self.num_layers,
         )
@@ -95,21 +101,54 @@ def all_cases(meshes: Sequence[tuple[int, int, int]]) -> list[Case]:
 
 
 def covering(meshes: Sequence[tuple[int, int, int]], seed: int) -> list[Case]:
-    """Cases in which every value of an option meets every mesh and every value of every other option, greedily few."""
-    everything = all_cases(meshes)
-    random.Random(seed).shuffle(everything)
-    missing = set().union(*(_pairs(case) for case in everything))
+    """Cases in which every value of an option meets every mesh and every value of every other option, greedily few.
+
+    Each case begins with a pair that is still missing; then option by option gets the value that makes most missing
+    pairs, and of several such cases, with the options in another order, the best one is taken.
+    """
+    chance = random.Random(seed)
+    factors = {"mesh": tuple(meshes), **FACTORS}
+    missing = {
+        frozenset(pair)
+        for (one, ones), (other, others) in itertools.combinations(factors.items(), 2)
+        for pair in itertools.product(((one, value) for value in ones), ((other, value) for value in others))
+    }
+    missing = {
+        pair for pair in missing if any(pair in _pairs(_case({"mesh": m, **dict(pair)}, factors)) for m in meshes)
+    }
     chosen: list[Case] = []
     while missing:
-        best = max(everything, key=lambda case: len(_pairs(case) & missing))
+        first = min(missing, key=lambda pair: sorted(map(repr, pair)))
+        tries = [_grown(dict(first), factors, missing, chance) for _ in range(30)]
+        best = max(tries, key=lambda case: (first in _pairs(case), len(_pairs(case) & missing)))
         missing -= _pairs(best)
         chosen.append(best)
     return sorted(chosen, key=lambda case: (case.world_size, str(case)))
 
 
-def _pairs(case: Case) -> frozenset[tuple[Any, ...]]:
+def _grown(
+    values: dict[str, Any], factors: dict[str, tuple[Any, ...]], missing: set[frozenset[Any]], chance: random.Random
+) -> Case:
+    left = [name for name in factors if name not in values]
+    chance.shuffle(left)
+    for name in left:
+
+        def gain(value: Any, name: str = name) -> tuple[int, float]:
+            wanted = sum(frozenset([(name, value), pair]) in missing for pair in values.items())
+            return wanted, chance.random()
+
+        values[name] = max(factors[name], key=gain)
+    return _case(values, factors)
+
+
+def _case(values: dict[str, Any], factors: dict[str, tuple[Any, ...]]) -> Case:
+    whole = {name: values.get(name, options[0]) for name, options in factors.items()}
+    return normalised(Case(*whole.pop("mesh"), **whole))
+
+
+def _pairs(case: Case) -> frozenset[frozenset[Any]]:
     values = [("mesh", (case.pp, case.dp, case.tp)), *((name, getattr(case, name)) for name in FACTORS)]
-    return frozenset(itertools.combinations(values, 2))
+    return frozenset(map(frozenset, itertools.combinations(values, 2)))
 
 
 def config_of(case: Case) -> Config:
@@ -122,9 +161,10 @@ def config_of(case: Case) -> Config:
     if case.uneven:
         # The first stage has all that the others can spare.
         parallel["layers_per_stage"] = [layers - (case.pp - 1), *[1] * (case.pp - 1)]
+    windows = {"full": None, "all": 7, "mixed": ([None, 5, 11] * layers)[:layers]}
     model = {
         **MODELS[case.model], "num_layers": layers, "hidden_size": 48, "num_heads": 24, "tied_embeddings": case.tied,
-        "dropout": case.dropout, "init_std": 0.2,
+        "dropout": case.dropout, "init_std": 0.2, "block": case.block, "attention_window": windows[case.window],
     }  # fmt: skip
     return make_config(model, parallel, seq_len=SEQ_LEN, recompute=case.recompute, global_batch_size=case.num_sequences)
 

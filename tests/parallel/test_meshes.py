@@ -78,6 +78,8 @@ ONE_EACH = [
             sequence_parallel=index % 2 == 0,
             tied=index % 4 < 2,
             dropout=0.1 * (index % 2),
+            block=FACTORS["block"][index % 2],
+            window=FACTORS["window"][index // 3 % 3],
         )
     )
     for index, mesh in enumerate(MESHES)

@@ -78,6 +78,9 @@ COUNTED = [
     Case(2, 1, 2, "gpt", recompute="full"),
     Case(1, 1, 4, "gpt", recompute="full", dropout=0.2),
     Case(1, 1, 4, "llama-gqa", sequence_parallel=True),
+    Case(1, 1, 4, "gpt", block="parallel", window="mixed"),
+    Case(1, 2, 2, "gpt", block="parallel", sequence_parallel=True, recompute="full", dropout=0.2),
+    Case(2, 1, 2, "llama", block="parallel", recompute="full"),
 ]
 SHARED_HEADS = [Case(1, 1, 3, "llama-gqa"), Case(1, 1, 3, "llama-gqa", sequence_parallel=True)]
 

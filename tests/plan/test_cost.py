@@ -26,6 +26,25 @@ def test_gpt_flops_equal_the_closed_form():
     assert flops_per_token(GPT_175B, s) == pytest.approx(closed, rel=1e-12)
 
 
+def test_a_window_is_counted_in_place_of_the_sequence_layer_by_layer():
+    """6 for each weight, 12 h for each key that a query is multiplied with."""
+    layers, h, s = 96, 12288, 2048
+    weights = flops_per_token(GPT_175B, s) - 12 * layers * h * s
+    windowed = GPT_175B.model_copy(update={"attention_window": 512})
+    assert flops_per_token(windowed, s) == weights + 12 * layers * h * 512
+    assert flops_per_token(windowed, 256) == weights + 12 * layers * h * 256
+    mixed = GPT_175B.model_copy(update={"attention_window": (512, None) * 48})
+    assert flops_per_token(mixed, s) == weights + 12 * h * 48 * (512 + s)
+    # MegaScale's own count, 1.065e12 a token: a mean window of about 1.2k (derived from its table 2).
+    assert flops_per_token(GPT_175B.model_copy(update={"attention_window": 1200}), s) == pytest.approx(
+        1.065e12, rel=1e-3
+    )
+
+
+def test_a_parallel_block_costs_what_a_serial_one_does():
+    assert flops_per_token(GPT_175B.model_copy(update={"block": "parallel"}), 2048) == flops_per_token(GPT_175B, 2048)
+
+
 def test_the_longest_device_name_wins_and_unknown_devices_have_no_peak():
     assert known_peak_flops("NVIDIA H100 PCIe") == 756e12
     assert known_peak_flops("NVIDIA H100 80GB HBM3") == 989e12

@@ -23,10 +23,10 @@ from hpc_train.plan.stages import split_layers
 SEQ_LEN = 12
 
 
-def make_model(family: str, kv_heads: int | None, tied: bool) -> ModelConfig:
+def make_model(family: str, kv_heads: int | None, tied: bool, block: str = "serial") -> ModelConfig:
     return ModelConfig(
         family=family, num_layers=4, hidden_size=24, num_heads=12, num_kv_heads=kv_heads, ffn_hidden_size=48,
-        vocab_size=31, tied_embeddings=tied,
+        vocab_size=31, tied_embeddings=tied, block=block,
     )  # fmt: skip
 
 
@@ -51,12 +51,13 @@ def parts_of(config: ModelConfig, pp: int, tp: int, sequence_parallel: bool) -> 
     pp=st.sampled_from([1, 2, 3, 4]),
     tp=st.sampled_from([1, 2, 3, 4, 6, 12]),
     sequence_parallel=st.booleans(),
+    block=st.sampled_from(["serial", "parallel"]),
 )
 def test_every_element_of_every_parameter_is_counted_exactly_once(
-    family: str, kv_heads: int | None, tied: bool, pp: int, tp: int, sequence_parallel: bool
+    family: str, kv_heads: int | None, tied: bool, pp: int, tp: int, sequence_parallel: bool, block: str
 ) -> None:
     """FC-89: replicated norms, shared key/value heads and tied embeddings too."""
-    config = make_model(family, kv_heads if family == "llama" else None, tied)
+    config = make_model(family, kv_heads if family == "llama" else None, tied, block)
     counts: dict[str, np.ndarray] = {}
     for part in parts_of(config, pp, tp, sequence_parallel):
         for plan in part:

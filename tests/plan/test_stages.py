@@ -83,6 +83,18 @@ def test_recomputation_makes_layers_dearer_and_leaves_the_head():
     assert full.layers[0] * 3 == plain.layers[0] * 4
 
 
+def test_layers_with_a_window_are_cheaper_and_stages_are_cut_accordingly():
+    windowed = MODEL.model_copy(update={"attention_window": (64, 64, 64, None, None)})
+    costs = model_costs(windowed, 4096)
+    full, window = costs.layers[-1], costs.layers[0]
+    assert costs.layers == (window,) * 3 + (full,) * 2
+    assert full - window == 4096 * 12 * MODEL.hidden_size * (4096 - 64)
+    assert list(map(len, split_layers(costs.layers, 0, 0, 2))) == [4, 1]
+    tokens = 4096
+    loss = LOSS_FLOPS_PER_LOGIT * tokens * MODEL.vocab_size
+    assert sum(costs.layers) + costs.head_and_loss - loss == tokens * flops_per_token(windowed, 4096)
+
+
 def _config(**parallel) -> Config:
     return build_config(
         {

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from hpc_train.config import OptimizerConfig
-from hpc_train.models.transformer import AttentionPlan, Transformer
+from hpc_train.models.attention import AttentionPlan
+from hpc_train.models.transformer import Transformer
 from hpc_train.train.optimizer import learning_rate
 from tests.ranks import run_ranks
 from tests.train.trainers import MODELS, SEQ_LEN, TREES, make_config, make_trainer, sequences, share_of
