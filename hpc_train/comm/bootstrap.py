@@ -224,7 +224,7 @@ def _bootstrap_env(env: Mapping[str, str], rendezvous: Rendezvous, device: Liter
     chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
     backend = _backend(chosen)
     _set_device(chosen)
-    dist.init_process_group(backend, init_method="env://", timeout=_timeout(rendezvous))
+    dist.init_process_group(backend, init_method="env://", timeout=_timeout(rendezvous), device_id=_bound(chosen))
     if (dist.get_rank(), dist.get_world_size()) != (ranks.rank, ranks.world_size):
         raise LaunchError(
             f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size} do not agree with torch's process group, rank "
@@ -286,17 +286,13 @@ def _join(
     assert chosen is not None
     _set_device(chosen)
     backend = _backend(chosen)
-    if identity.world_size > 1:
+    if identity.world_size == 1:
+        _init_group(backend, dist.HashStore(), identity, rendezvous, chosen)
+    else:
         place = [address, listener.getsockname()[1]] if listener else None
         host, port = control.broadcast(place)
         store = _store(host, port, identity, rendezvous, listener)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            timeout=_timeout(rendezvous),
-        )
+        _init_group(backend, store, identity, rendezvous, chosen)
         _prove_connected(chosen, identity)
     return World(
         **{name: getattr(identity, name) for name in identity.__dataclass_fields__},
@@ -306,6 +302,24 @@ def _join(
         mpi=communicator,
         source=source,
     )
+
+
+def _init_group(backend: str, store: Any, identity: _Identity, rendezvous: Rendezvous, device: torch.device) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=_timeout(rendezvous),
+        device_id=_bound(device),
+    )
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """nccl connects all ranks at once to a device that it is told, and can then split groups off; gloo has none."""
+    return device if device.type == "cuda" else None
 
 
 def _prove_connected(device: torch.device, identity: _Identity) -> None:

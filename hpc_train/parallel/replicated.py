@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from hpc_train.comm.collectives import all_reduce_
-from hpc_train.comm.groups import TIED, Groups
+from hpc_train.comm.groups import Groups
 from hpc_train.parallel.data import ShardedParameters
+from hpc_train.plan.groups import TIED
 from hpc_train.plan.parameters import LocalParameter
 
 
@@ -27,11 +28,10 @@ def sum_replicated_gradients(parameters: ShardedParameters, groups: Groups) -> N
 
 def _sum_whole(parameters: ShardedParameters, plans: list[LocalParameter], groups: Groups, name: str) -> None:
     """One all-reduce over gradients of the same shapes on all ranks of the group."""
-    group = groups.along(name)
-    if not plans or group.group_size == 1:
+    if not plans or groups.along(name).group_size == 1:
         return
     gradients = [parameters.gradient_of(plan.local_name) for plan in plans]
-    flat = all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]), group)
+    flat = all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]), groups.along(name))
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view(gradient.shape))
 

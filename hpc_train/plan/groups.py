@@ -180,3 +180,12 @@ class GroupPlan:
             else:
                 sources[kind.name] = first_of.setdefault(shape, kind.name)
         return sources
+
+
+def training_plan(mesh: Mesh, *, with_tied: bool) -> GroupPlan:
+    """The groups that `hpc-train run` makes: its norm is part of one sum over all ranks, so MODEL is not among them.
+
+    with_tied: the model's first and last layer share their embeddings.
+    """
+    left_out = {MODEL} if with_tied else {MODEL, TIED}
+    return GroupPlan(mesh, tuple(kind for kind in TRAINING_KINDS if kind.name not in left_out))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.comm.groups import BACKWARD, build_groups
+from hpc_train.comm.groups import build_groups
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.loader import Loader
@@ -17,6 +17,7 @@ from hpc_train.log import say
 from hpc_train.parallel.apply import build_part, set_initial_weights, set_recomputation
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart, TensorSplit, num_parameters
 from hpc_train.plan.stages import plan_stages
@@ -52,7 +53,7 @@ def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype |
     """
     dtype = dtype or _DTYPES[config.train.precision]
     stages = plan_stages(config, config.train.recompute)
-    groups = build_groups(world, mesh, with_tied=config.model.tied_embeddings)
+    groups = build_groups(world, training_plan(mesh, with_tied=config.model.tied_embeddings))
     coords = groups.coords
     stage = coords["pp"]
     part = ModelPart(stages[stage], stage == 0, stage == mesh.pp - 1)
