@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpc_train.cluster.devices import gres_total, parse_gres
 from hpc_train.cluster.hostlist import expand_hostlist
@@ -72,6 +72,46 @@ def allocation_from_job(
     if short:
         warnings.append(f"GPUs stay idle on {', '.join(short[:4])}: one rank uses one GPU. Ask for more ranks.")
     return Allocation(nodes, tasks, gpus, job.job_id, source, tuple(warnings))
+
+
+def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
+    """The job as if it had never got some of its nodes (a host list); those that it has not anyway do not matter.
+
+    Its ranks are those of the nodes that are left.
+
+    Raises:
+        LaunchError: no node is left, or how many ranks go with the nodes is not known.
+    """
+    gone = set(expand_hostlist(excluded)) if excluded else set()
+    kept = [index for index, node in enumerate(job.nodes) if node not in gone]
+    if len(kept) == job.num_nodes:
+        return job
+    if not kept:
+        raise LaunchError(f"fabric.exclude={excluded} leaves none of the job's {job.num_nodes} nodes.")
+    num_tasks = job.num_tasks
+    tasks = None if job.tasks_per_node is None else tuple(job.tasks_per_node[index] for index in kept)
+    if num_tasks is not None and tasks is not None and sum(job.tasks_per_node or ()) == num_tasks:
+        num_tasks = sum(tasks)
+    elif num_tasks is not None:
+        num_tasks, rest = divmod(num_tasks * len(kept), job.num_nodes)
+        if rest:
+            raise LaunchError(
+                f"fabric.exclude={excluded} leaves {len(kept)} of {job.num_nodes} nodes, and how many of the "
+                f"{job.num_tasks} ranks go with them is not known. Give their number with -n."
+            )
+    cpus = None if job.cpus_per_node is None else tuple(job.cpus_per_node[index] for index in kept)
+    nodes = tuple(job.nodes[index] for index in kept)
+    whole = None if job.num_gpus is None or job.gpus_on_node is None else job.gpus_on_node * job.num_nodes
+    return replace(
+        job,
+        nodes=nodes,
+        num_nodes=len(nodes),
+        tasks_per_node=tasks,
+        num_tasks=num_tasks,
+        cpus_per_node=cpus,
+        # The count of all the job's GPUs says no more than that of this node where all have as many.
+        num_gpus=None if whole is not None and _request(job.num_gpus or "") == whole else job.num_gpus,
+    )
 
 
 def allocation_local(num_ranks: int, host: str, num_gpus: int = 0) -> Allocation:

@@ -6,9 +6,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.cluster.fabric_tree import pods_and_cores
+from hpc_train.cluster.hostlist import natural_order
 from hpc_train.errors import ConfigError
 
 # cited: InfiniBand Architecture Specification volume 2, data rate of one lane in Gb/s after encoding.
@@ -20,16 +23,17 @@ _SPEED = re.compile(r"([0-9]+)x([A-Z]+[0-9]*)")
 _SWITCH = re.compile(r'Switch\s+[0-9]+\s+"(S-[0-9a-fA-F]+)"\s+#\s+"(.*)"')
 _ADAPTER = re.compile(r'(?:Ca|Rt)\s+[0-9]+\s+"([HR]-[0-9a-fA-F]+)"')
 _PORT = re.compile(
-    r'\[([0-9]+)\](?:\[ext [0-9]+\])?\s+"([SHR]-[0-9a-fA-F]+)"\[[0-9]+\](?:\[ext [0-9]+\])?(?:\([0-9a-fA-F]+\))?'
+    r'\[[0-9]+\](?:\[ext [0-9]+\])?\s+"([SHR]-[0-9a-fA-F]+)"\[[0-9]+\](?:\[ext [0-9]+\])?(?:\([0-9a-fA-F]+\))?'
     r'\s+#\s+"(.*)"\s+lid [0-9]+(?:\s+([0-9]+x[A-Z]+[0-9]*))?'
 )
-_PASSED_OVER = re.compile(r"(?:vendid|devid|sysimgguid|switchguid|caguid|rtguid)=|Chassis |Hostguid|ChassisNum ")
+_PASSED_OVER = (
+    "vendid=", "devid=", "sysimgguid=", "switchguid=", "caguid=", "rtguid=", "Chassis ", "ChassisNum ", "Hostguid",
+)  # fmt: skip
 # cited: the node description of the device inside each NVIDIA switch that reduces data on its way (SHARP).
 _INSIDE_A_SWITCH = "Aggregation Node"
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A port of a switch and what is at its other end. told: the other end's description. gbps: None if unknown."""
 
     switch: str
@@ -65,13 +69,13 @@ def read_ibnetdiscover(
     """
     seen = _parse(text, source)
     names = _switch_names(seen)
-    leaves_of_card, notes = _cards(seen, names, source, nodes, cards)
+    leaves_of_card, speeds, notes = _cards(seen, names, source, nodes, cards)
     present = {card for by_card in leaves_of_card.values() for card in by_card}
-    rail_nics = tuple(cards) or tuple(sorted(present, key=_natural))
+    rail_nics = tuple(cards) or tuple(sorted(present, key=natural_order))
     leaves = dict.fromkeys(leaf for by_card in leaves_of_card.values() for leaf in by_card.values())
     parents, dropped = _tiers(seen, names, list(leaves), source)
     pod_of_leaf, core_of_pod = pods_and_cores(list(leaves), parents)
-    counts = _count_links(seen, names, leaves_of_card, parents, pod_of_leaf)
+    counts = _count_links(seen, names, speeds, parents, pod_of_leaf)
     rails = [Counter(leaves_of_card[name].get(card) is None for name in leaves_of_card)[True] for card in rail_nics]
     for card, missing in zip(rail_nics, rails, strict=True):
         if missing:
@@ -100,29 +104,38 @@ def read_ibnetdiscover(
 def _parse(text: str, source: str) -> _Seen:
     seen = _Seen()
     switch: str | None = None
+    links: list[Link] = []
     wanted: dict[str, int] = {}
+    match_port = _PORT.match
+    # A quarter of a million lines for ten thousand cards: the frequent kinds come first.
     for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("["):
+        first = line[:1]
+        if first == "[":
             if switch is None:
                 continue  # A port of an adapter: its switch tells the same.
-            match = _PORT.match(line)
+            match = match_port(line)
             if match is None:
                 raise _refuse(source, number, f"this is not a port of a switch: {line[:80]!r}")
-            wanted.setdefault(match[2], number)
-            seen.links[switch].append(Link(switch, match[2], match[3], _gbps(match[4]), number))
+            other, told, speed = match.groups()
+            if other not in wanted:
+                wanted[other] = number
+            links.append(Link(switch, other, told, _gbps(speed), number))
+        elif not first or first == "#":
+            continue
         elif line.startswith("Switch"):
             match = _SWITCH.match(line)
             if match is None or match[1] in seen.switches:
                 raise _refuse(source, number, f"this is not a switch, or one that is there already: {line[:80]!r}")
             switch = match[1]
-            seen.switches[switch], seen.links[switch] = match[2], []
+            links = []
+            seen.switches[switch], seen.links[switch] = match[2], links
         elif line.startswith(("Ca", "Rt")):
             match = _ADAPTER.match(line)
             if match is None:
                 raise _refuse(source, number, f"this is not an adapter: {line[:80]!r}")
             switch = None
             seen.adapters.add(match[1])
-        elif line and not line.startswith("#") and not line.isspace() and not _PASSED_OVER.match(line):
+        elif not line.startswith(_PASSED_OVER) and not line.isspace():
             raise _refuse(source, number, f"ibnetdiscover does not print such a line: {line[:80]!r}")
     if not seen.switches:
         raise ConfigError(f"{source}: it describes no switch; is it the output of ibnetdiscover?")
@@ -140,10 +153,11 @@ def _switch_names(seen: _Seen) -> dict[str, str]:
 
 def _cards(
     seen: _Seen, names: Mapping[str, str], source: str, nodes: Collection[str] | None, cards: Sequence[str]
-) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The leaf of each card of each node, from descriptions such as `n1 mlx5_0`."""
+) -> tuple[dict[str, dict[str, str]], list[float | None], list[str]]:
+    """The leaf of each card of each node, from descriptions such as `n1 mlx5_0`; and the speeds of these links."""
     found: dict[str, dict[str, str]] = {}
     lines: dict[tuple[str, str], int] = {}
+    speeds: list[float | None] = []
     unnamed: dict[str, str] = {}
     for link in (link for links in seen.links.values() for link in links):
         if link.other[0] != "H" or _INSIDE_A_SWITCH in link.told:
@@ -167,6 +181,7 @@ def _cards(
                 "the two leaves is that rail's is not known. Leave the card out, by naming those that are rails",
             )
         lines.setdefault((node, card), link.line)
+        speeds.append(link.gbps)
     if not found:
         raise ConfigError(
             f"{source}: no adapter is named after a node and its card, as in `n1 mlx5_0`"
@@ -176,7 +191,7 @@ def _cards(
     absent = [] if nodes is None else [node for node in nodes if node not in found]
     if absent:
         notes.append(f"{len(absent)} nodes, such as {absent[0]}, have no card in the fabric")
-    return found, notes
+    return found, speeds, notes
 
 
 def _tiers(
@@ -186,7 +201,7 @@ def _tiers(
     neighbours: dict[str, dict[str, int]] = defaultdict(dict)
     for guid, links in seen.links.items():
         for link in links:
-            if link.other in names:
+            if link.other[0] == "S":
                 neighbours[names[guid]][names[link.other]] = link.line
     tier = dict.fromkeys(leaves, 0)
     edge = list(leaves)
@@ -232,7 +247,7 @@ class _Counts:
 def _count_links(
     seen: _Seen,
     names: Mapping[str, str],
-    leaves_of_card: Mapping[str, Mapping[str, str]],
+    speeds_below: Sequence[float | None],
     parents: Mapping[str, Sequence[str]],
     pod_of_leaf: Mapping[str, str],
 ) -> _Counts:
@@ -241,17 +256,11 @@ def _count_links(
     pod_of_spine = {spine: pod for leaf, pod in pod_of_leaf.items() for spine in parents[leaf]}
     leaf_uplinks = dict.fromkeys(pod_of_leaf, 0)
     pod_uplinks = dict.fromkeys(pod_of_leaf.values(), 0)
-    speeds: dict[str, list[float | None]] = {"leaf": [], "spine": [], "core": []}
+    speeds: dict[str, list[float | None]] = {"leaf": list(speeds_below), "spine": [], "core": []}
     for guid, links in seen.links.items():
         name = names[guid]
         for link in links:
-            other = names.get(link.other)
-            if other is None:
-                node, _, card = link.told.partition(" ")
-                node = node if node in leaves_of_card else node.partition(".")[0]
-                if leaves_of_card.get(node, {}).get(card.strip()) == name:
-                    speeds["leaf"].append(link.gbps)
-            elif other in up.get(name, ()):
+            if link.other[0] == "S" and names[link.other] in up.get(name, ()):
                 if name in pod_of_leaf:
                     leaf_uplinks[name] += 1
                     speeds["spine"].append(link.gbps)
@@ -281,13 +290,10 @@ def _usual(speeds: Iterable[float | None]) -> float:
     return Counter(speed for speed in speeds if speed is not None).most_common(1)[0][0]
 
 
+@cache
 def _gbps(text: str | None) -> float | None:
     match = _SPEED.fullmatch(text or "")
     return None if match is None or match[2] not in _LANE_GBPS else int(match[1]) * _LANE_GBPS[match[2]]
-
-
-def _natural(name: str) -> list[str]:
-    return [part.zfill(8) for part in re.split(r"(\d+)", name)]
 
 
 def _refuse(source: str, number: int, why: str) -> ConfigError:

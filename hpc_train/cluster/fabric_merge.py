@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.cluster.fabric_node import NodeReport
-from hpc_train.cluster.hostlist import compress_hostlist
+from hpc_train.cluster.hostlist import compress_hostlist, natural_order
 
 _DETAILS = ("num_gpus", "rail_of_gpu", "nvlink_domain")
 _SHOWN = 4
@@ -62,9 +62,12 @@ def merge_fabrics(first: Fabric, second: Fabric) -> Fabric:
 def merge_reports(fabric: Fabric, reports: Sequence[NodeReport]) -> Fabric:
     """Add what the nodes themselves tell: GPUs, the rail of each GPU's card, NVLink over nodes.
 
-    A card's rail is the one of its name where the fabric has names, else its place among the cards of the node's
-    GPUs: that these are joined to the leaves in the same order on all nodes is what a leaf set means.
+    A card's rail is the one of its name where the fabric has names, else the place of its name among the cards of all
+    nodes' GPUs: that cards of one name are on one rail is what a leaf set means.
     """
+    names = {card for report in reports for card in report.nics or () if card is not None}
+    # A card's device number gives its place, mlx5_2 before mlx5_10.
+    rails = fabric.rail_nics or tuple(sorted(names, key=natural_order))
     nodes = dict(fabric.nodes)
     notes: dict[str, list[str]] = defaultdict(list)
     for report in reports:
@@ -73,7 +76,7 @@ def merge_reports(fabric: Fabric, reports: Sequence[NodeReport]) -> Fabric:
             continue
         for note in report.notes:
             notes[note].append(report.node)
-        nodes[report.node] = _with_report(node, fabric, report, notes)
+        nodes[report.node] = _with_report(node, fabric, report, rails, notes)
     told = [f"{_few(names)}: {what}" for what, names in notes.items()]
     known = bool(nodes) and all(
         nodes[report.node].rail_of_gpu is not None for report in reports if report.node in nodes
@@ -101,7 +104,9 @@ def with_gpus(fabric: Fabric, gpus: Mapping[str, int]) -> tuple[Fabric, tuple[st
     return replace(fabric, nodes=nodes), ()
 
 
-def _with_report(node: FabricNode, fabric: Fabric, report: NodeReport, notes: dict[str, list[str]]) -> FabricNode:
+def _with_report(
+    node: FabricNode, fabric: Fabric, report: NodeReport, order: Sequence[str], notes: dict[str, list[str]]
+) -> FabricNode:
     changes: dict[str, Any] = {}
     if report.num_gpus:
         if node.num_gpus is None:
@@ -115,7 +120,7 @@ def _with_report(node: FabricNode, fabric: Fabric, report: NodeReport, notes: di
             changes["nvlink_domain"] = report.nvlink_domain
         elif node.nvlink_domain != report.nvlink_domain:
             notes[f"nvidia-smi and {fabric.source} differ about NVLink's domain; the latter is used"].append(node.name)
-    rails = _rails(fabric, report, notes)
+    rails = _rails(fabric, report, order, notes)
     if rails is not None:
         if node.rail_of_gpu is None:
             changes["rail_of_gpu"] = rails
@@ -125,32 +130,20 @@ def _with_report(node: FabricNode, fabric: Fabric, report: NodeReport, notes: di
     return replace(node, **changes)
 
 
-def _rails(fabric: Fabric, report: NodeReport, notes: dict[str, list[str]]) -> tuple[int, ...] | None:
+def _rails(
+    fabric: Fabric, report: NodeReport, order: Sequence[str], notes: dict[str, list[str]]
+) -> tuple[int, ...] | None:
     if not report.nics:
         return None
     if None in report.nics:
         notes["which card is near to which GPU is not clear, so rail i is assumed for GPU i"].append(report.node)
         return None
     cards = [card for card in report.nics if card is not None]
-    order = list(fabric.rail_nics)
-    if not order:
-        # A card's device number gives its place, mlx5_2 before mlx5_10.
-        order = sorted(set(cards), key=lambda card: [part.zfill(8) for part in _digits_apart(card)])
     strange = sorted(set(cards) - set(order))
     if strange:
         notes[f"the card {strange[0]} is near to a GPU, but no rail of {fabric.source}"].append(report.node)
         return None
     return tuple(order.index(card) for card in cards)
-
-
-def _digits_apart(text: str) -> list[str]:
-    parts, last = [""], False
-    for char in text:
-        if char.isdigit() != last:
-            parts.append("")
-            last = not last
-        parts[-1] += char
-    return parts
 
 
 def _leaf_contradictions(first: Fabric, second: Fabric, common: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpc_train.cluster.binding import nearest_nic, read_machine
+from hpc_train.cluster.binding import Machine, nearest_nic, read_machine
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.gpu_topology import nics_of_gpus, parse_nvlink_domain, parse_topo_matrix
 from hpc_train.cluster.long_lines import in_pieces, joined_pieces
@@ -61,8 +61,7 @@ def report_node(env: Mapping[str, str], sys_root: str = "/sys") -> NodeReport:
         except ConfigError as error:
             notes.append(str(error))
     if nics is None and machine.gpus:
-        cards = [nearest_nic(machine, gpu) for gpu in range(num_gpus)]
-        nics = tuple(None if card is None else card.name for card in cards)
+        nics = tuple(_card_nearby(machine, gpu) for gpu in range(num_gpus))
     address, pattern = env.get("SLURM_TOPOLOGY_ADDR", ""), env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     return NodeReport(node, address, pattern, num_gpus, nics, domain, tuple(notes))
 
@@ -75,6 +74,14 @@ def parse_reports(text: str) -> tuple[NodeReport, ...]:
 def _from_json(entry: Mapping[str, Any]) -> NodeReport:
     nics = None if entry["nics"] is None else tuple(entry["nics"])
     return NodeReport(**{**entry, "nics": nics, "notes": tuple(entry["notes"])})
+
+
+def _card_nearby(machine: Machine, gpu: int) -> str | None:
+    """The nearest card, unless it is on another NUMA node: such a one may be for storage."""
+    card = nearest_nic(machine, gpu)
+    own = machine.gpus[gpu].numa
+    is_far = card is not None and None not in (own, card.numa) and own != card.numa
+    return None if card is None or is_far else card.name
 
 
 def _ask(program: str, *words: str) -> str:

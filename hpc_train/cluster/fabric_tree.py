@@ -94,16 +94,20 @@ def group_by_shared(
         return name
 
     holder: dict[str, str] = {}
+    first_with: dict[frozenset[str], str] = {}
     for name, its_marks in marks.items():
-        find(name)
-        for mark in its_marks:
-            root[find(name)] = find(holder.setdefault(mark, name))
+        # The leaves of a pod mostly have the very same switches above them.
+        root[name] = first_with.setdefault(frozenset(its_marks), name) if its_marks else name
+        if root[name] == name:
+            for mark in its_marks:
+                root[find(name)] = find(holder.setdefault(mark, name))
     its_marks_by_group: dict[str, dict[str, None]] = defaultdict(dict)
-    for name, its_marks in marks.items():
-        shown = [mark for mark in its_marks if parents is None or not parents.get(mark)]
+    for same, name in first_with.items():
+        shown = [mark for mark in sorted(same) if parents is None or not parents.get(mark)]
         its_marks_by_group[find(name)].update(dict.fromkeys(shown))
     called: dict[str, str] = {}
-    for group, its in its_marks_by_group.items():
+    for group in dict.fromkeys(find(name) for name in marks):
+        its = its_marks_by_group[group]
         first, *more = sorted(its) or [group]
         called[group] = f"{first}+{len(more)}" if len(more) > 1 else ",".join([first, *more])
     return {name: called[find(name)] for name in marks}

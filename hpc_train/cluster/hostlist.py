@@ -54,6 +54,11 @@ def compress_hostlist(hosts: Iterable[str]) -> str:
     return ",".join(_write_group(prefix, numbers) for prefix, numbers in groups)
 
 
+def natural_order(name: str) -> list[str]:
+    """A key to sort names by, with n2 before n10."""
+    return [part.zfill(18) for part in re.split(r"(\d+)", name)]
+
+
 def parse_tasks_per_node(text: str, num_nodes: int) -> tuple[int, ...]:
     """Read a count list such as `4,1(x3)`: one entry a node, in the order of the node list.
 

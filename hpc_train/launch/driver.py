@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpc_train import log
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
-from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
+from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local, job_without
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
@@ -73,6 +73,8 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     """
     begin = time.time()
     job = find_job(env, found)
+    if job is not None:
+        job = job_without(job, request.config.fabric.exclude)
     host = socket.gethostname()
     asked = asked_run_dir(request, env)
     if asked is None or not asked.exists():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.cluster.allocation import allocation_from_job, allocation_local, gpus_from_scontrol
+from hpc_train.cluster.allocation import allocation_from_job, allocation_local, gpus_from_scontrol, job_without
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.errors import LaunchError
 from tests.cluster.recorded import DATA, recorded
@@ -55,6 +55,28 @@ def test_a_count_inherited_from_another_job_is_refused() -> None:
     with pytest.raises(LaunchError, match="SLURM_NTASKS=4, but SLURM_TASKS_PER_NODE adds up to 1"):
         allocation_from_job(job("nested.0"))
     assert allocation_from_job(job("nested.0"), num_tasks=1).tasks_per_node == (1,)
+
+
+def test_excluded_nodes_take_their_ranks_and_gpus_with_them() -> None:
+    whole = plain_job(tasks_per_node=(2, 2, 2, 3), num_tasks=9, num_gpus="16", gpus_on_node=4,
+                      cpus_per_node=None)  # fmt: skip
+    left = job_without(whole, "n[2,4],other")
+    found = allocation_from_job(left)
+    assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (("n1", "n3"), (2, 2), (4, 4))
+    assert (
+        allocation_from_job(
+            job_without(plain_job(num_tasks=8, tasks_per_node=None, cpus_per_node=None), "n2")
+        ).num_tasks
+        == 6
+    )
+    assert job_without(whole, None) == job_without(whole, "other") == whole
+
+
+def test_exclusions_that_leave_nothing_or_an_unknown_number_of_ranks_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"fabric.exclude=n\[1-4\] leaves none of the job's 4 nodes"):
+        job_without(plain_job(), "n[1-4]")
+    with pytest.raises(LaunchError, match=r"how many of the 9 ranks go with them is not known. Give their number"):
+        job_without(plain_job(num_tasks=9, tasks_per_node=None), "n1")
 
 
 def test_under_exclusive_the_list_counts_cores_so_gpus_decide() -> None:

@@ -116,7 +116,8 @@ def test_files_of_all_forms_are_told_apart_and_merged(tmp_path: Path) -> None:
         "ours.yaml": "version: 1\nnum_gpus: 2\npods: {p: {leaves: {l: {nodes: 'a,b,d'}}}}\n",
         "topology.conf": CONF,
         "scontrol.txt": SCONTROL,
-        "topology.yaml": "- topology: t\n  tree: {switches: [{switch: w1, nodes: 'a,b,d'}]}\n- topology: f\n  flat: true\n",
+        "topology.yaml": "- topology: t\n  tree: {switches: [{switch: w1, nodes: 'a,b,d'}]}\n"
+        "- topology: f\n  flat: true\n",
         "other.txt": "hello\n",
     }
     for name, text in texts.items():

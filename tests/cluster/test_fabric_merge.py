@@ -63,6 +63,9 @@ def test_cards_that_nodes_report_make_the_rails_known() -> None:
     assert merged.are_rails_known
     by_number = [NodeReport(name, num_gpus=2, nics=("mlx5_10", "mlx5_2")) for name in "abc"]
     assert merge_reports(tree(), by_number).nodes["a"].rail_of_gpu == (1, 0)
+    # A card that is gone on one node does not move the others of that node.
+    lame = [*by_number[:2], NodeReport("c", num_gpus=2, nics=("mlx5_10", "mlx5_10"))]
+    assert merge_reports(tree(), lame).nodes["c"].rail_of_gpu == (1, 1)
     strange = merge_reports(cabled(), by_number)
     assert strange.nodes["a"].rail_of_gpu is None
     assert not strange.are_rails_known

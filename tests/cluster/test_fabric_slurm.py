@@ -63,7 +63,7 @@ def test_several_roots_and_leaves_without_a_switch_above_are_told() -> None:
 
 def test_two_spines_that_share_their_leaves_are_one_pod() -> None:
     text = "SwitchName=l[1-2]\n" + "SwitchName=s[1-2] Switches=l[1-2]\n"
-    with pytest.raises(ConfigError, match="line 2: s.1-2. are 2 switches with the same below them"):
+    with pytest.raises(ConfigError, match=r"line 2: s.1-2. are 2 switches with the same below them"):
         read_slurm_lines(text, "topology.conf")
     text = (
         "SwitchName=l1 Nodes=a\nSwitchName=l2 Nodes=b\nSwitchName=s1 Switches=l[1-2]\nSwitchName=s2 Switches=l[1-2]\n"

@@ -58,7 +58,7 @@ def test_which_topology_is_meant_has_to_be_clear() -> None:
     with pytest.raises(ConfigError, match="there is no topology other; it has tree1, racks"):
         read_topology_yaml(TEXT, "topology.yaml", "other")
     undecided = TEXT.replace("cluster_default: true", "cluster_default: false")
-    with pytest.raises(ConfigError, match="none of its topologies is the cluster's default.*Name one"):
+    with pytest.raises(ConfigError, match=r"none of its topologies is the cluster's default.*Name one"):
         read_topology_yaml(undecided, "topology.yaml")
 
 
@@ -87,5 +87,5 @@ def test_faults_are_told_with_their_line(old: str, new: str, name: str | None, l
 
 @pytest.mark.parametrize("text", ["", "a: 1", "[]", "- 3"])
 def test_what_is_no_list_of_topologies_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="topology.yaml, line 1: .*expected"):
+    with pytest.raises(ConfigError, match=r"topology.yaml, line 1: .*expected"):
         read_topology_yaml(text, "topology.yaml")

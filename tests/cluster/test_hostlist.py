@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist, parse_tasks_per_node
+from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist, natural_order, parse_tasks_per_node
 from hpc_train.errors import LaunchError
 
 # What Slurm 22.05 answers.
@@ -151,3 +151,7 @@ def test_a_count_list_that_is_malformed_or_of_another_length_is_refused(text: st
     """FC-04"""
     with pytest.raises(LaunchError, match="count list"):
         parse_tasks_per_node(text, num_nodes)
+
+
+def test_numbers_in_names_sort_by_their_value() -> None:
+    assert sorted(["n10", "n2", "a9-b10", "a9-b9"], key=natural_order) == ["a9-b9", "a9-b10", "n2", "n10"]

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,26 +54,28 @@ class Network:
 
 
 def three_tiers(
-    *, pods: int, leaves: int, nodes: int, rails: int, spines: int = 2, cores: int = 2, cards: Sequence[str] = ()
+    *, pods: int, leaves: int, nodes: int, rails: int, spines: int = 2, cores: int = 2, planes: bool = False
 ) -> Network:
-    """nodes below each run of `rails` leaves, as many runs as `leaves` in a pod; each leaf joined to each spine."""
+    """nodes below each run of `rails` leaves, as many runs as `leaves` in a pod; each leaf joined to each spine.
+
+    planes: the spines of one number have cores of their own, as many as `cores`; else all are joined to all.
+    """
     net = Network()
-    names = cards or [f"mlx5_{rail}" for rail in range(rails)]
-    for core in range(cores):
+    for core in range(cores * spines if planes else cores):
         net.add("Switch", f"core{core}", 64)
     for pod in range(pods):
         for spine in range(spines):
             net.add("Switch", f"pod{pod} spine{spine}", 64)
-            for core in range(cores):
+            for core in range(spine * cores, (spine + 1) * cores) if planes else range(cores):
                 net.join(f"pod{pod} spine{spine}", f"core{core}")
         for group in range(leaves):
             for rail in range(rails):
                 leaf = f"pod{pod} leaf{group} rail{rail}"
-                net.add("Switch", leaf, 40)
+                net.add("Switch", leaf, 64)
                 for spine in range(spines):
                     net.join(leaf, f"pod{pod} spine{spine}")
                 for node in range(nodes):
-                    card = f"{node_name(pod, group, node)} {names[rail]}"
+                    card = f"{node_name(pod, group, node)} mlx5_{rail}"
                     net.add("Hca", card, 1)
                     net.join(card, leaf)
     return net
@@ -81,7 +83,7 @@ def three_tiers(
 
 def node_name(pod: int, group: int, node: int) -> str:
     """Names that do not follow the switches."""
-    return f"n{node}{group}{pod}"
+    return f"n{node}{group}{pod}" if max(node, group, pod) < 10 else f"n{node:02d}{group:02d}{pod:02d}"
 
 
 @contextmanager
@@ -91,15 +93,21 @@ def simulated(net: Network) -> Iterator[Mapping[str, str]]:
         (Path(folder) / "net").write_text(net.text())
         # ibsim reads commands, and ends with its standard input; IBSIM_SOCKNAME names its sockets.
         env = {**os.environ, "PATH": _search_path(), "SIM_HOST": next(iter(net.kinds)), "IBSIM_SOCKNAME": folder}
+        limit = str(2 * len(net.kinds) + 16)
         with open(Path(folder) / "log", "w") as log:
             process = subprocess.Popen(
-                ["ibsim", "-s", "net"], cwd=folder, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log
+                ["ibsim", "-N", limit, "-S", limit, "-P", str(4 * sum(net.ports.values())), "-s", "net"],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
             )
         try:
             # Its sockets are abstract ones, which the kernel lists.
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 20 + len(net.kinds) / 100
             while folder not in Path("/proc/net/unix").read_text():
-                assert process.poll() is None and time.monotonic() < deadline, (Path(folder) / "log").read_text()
+                assert process.poll() is None and time.monotonic() < deadline, (Path(folder) / "log").read_text()[-500:]
                 time.sleep(0.02)
             yield {**env, "LD_PRELOAD": str(_preload())}
         finally:

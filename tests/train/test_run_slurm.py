@@ -88,3 +88,15 @@ def test_a_script_of_ones_own_under_the_wrong_pmi_ends_with_code_3_on_every_task
     codes = sorted(line for line in result.stdout.splitlines() if line.startswith("task"))
     assert codes == [f"task {rank} code 3" for rank in range(4)], result.stdout + result.stderr
     assert result.stderr.count("does not speak PMI2") == 1
+
+
+@pytest.mark.long
+def test_a_node_that_is_excluded_gets_no_ranks(slurm: Any, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path, global_batch_size=8)
+    words = ["run", str(tmp_path / "config.yaml"), "fabric.exclude=n[2,7]", "--run-dir", str(tmp_path / "run")]
+    job = ("salloc", "--quiet", "-w", "n[1-3]", "-N3", "--ntasks-per-node=2")
+    result = _hpc_train(slurm, tmp_path, *words, prefix=job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    table = [line.split("\t") for line in (tmp_path / "run/ranks.tsv").read_text().splitlines()[1:]]
+    assert [row[1] for row in table] == ["n1", "n1", "n3", "n3"]
