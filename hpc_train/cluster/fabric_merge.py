@@ -93,15 +93,21 @@ def with_gpus(fabric: Fabric, gpus: Mapping[str, int]) -> tuple[Fabric, tuple[st
     """Fill in how many GPUs the job has on each node; and a line for those of which the fabric knows fewer."""
     nodes = dict(fabric.nodes)
     short: list[str] = []
+    part: list[str] = []
     for name, count in gpus.items():
         node = nodes[name]
         if node.num_gpus is not None and count > node.num_gpus:
             short.append(f"{name} ({count} by Slurm, {node.num_gpus} by {fabric.source})")
         elif node.num_gpus is None and count:
             nodes[name] = replace(node, num_gpus=count)
+        elif node.num_gpus is not None and 0 < count < node.num_gpus and node.rail_of_gpu is not None:
+            part.append(name)
     if short:
         return fabric, (f"the fabric has fewer GPUs than the job: {', '.join(short[:_SHOWN])}",)
-    return replace(fabric, nodes=nodes), ()
+    notes = fabric.notes
+    if part:
+        notes = (*notes, f"{_few(part)}: the job has a part of the GPUs, which are assumed to be the node's first ones")
+    return replace(fabric, nodes=nodes, notes=notes), ()
 
 
 def _with_report(

@@ -87,7 +87,8 @@ def test_gpu_counts_that_differ_are_told() -> None:
     merged = merge_reports(fabric, [NodeReport("c1", num_gpus=8, nics=("m0",) * 8)])
     assert "c1: 8 GPUs are there, 4 by clos:pods=1,nodes=3,gpus=4,prefix=c; the latter is used" in merged.notes
     same, problems = with_gpus(fabric, {"c0": 4, "c1": 2})
-    assert (same, problems) == (fabric, ())
+    assert (same.nodes, problems) == (fabric.nodes, ())
+    assert same.notes[-1] == "c1: the job has a part of the GPUs, which are assumed to be the node's first ones"
     _, problems = with_gpus(fabric, {"c0": 4, "c1": 8})
     assert problems == (f"the fabric has fewer GPUs than the job: c1 (8 by Slurm, 4 by {fabric.source})",)
     filled, _ = with_gpus(tree(), {"a": 8, "b": 0})
