@@ -14,7 +14,6 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -30,7 +29,7 @@ from hpc_train.cluster.fabric_slurm import read_slurm_lines
 from hpc_train.cluster.fabric_topology_yaml import read_topology_yaml
 from hpc_train.cluster.fabric_write import write_fabric_file
 from hpc_train.cluster.hostlist import compress_hostlist
-from tests.services.ib_fabric import Network, simulated, three_tiers
+from tests.services.ib_fabric import Network, discover, simulated, three_tiers
 
 NODES_OF_POD, NODES_OF_LEAF, RAILS, SPINES, CORES_OF_PLANE = 128, 32, 8, 32, 8
 
@@ -139,7 +138,7 @@ def printed(net: Network) -> str:
 
 def discovered(net: Network) -> str:
     with simulated(net) as env:
-        return subprocess.run(["ibnetdiscover"], env=env, capture_output=True, text=True, check=True).stdout
+        return discover(env)
 
 
 if __name__ == "__main__":

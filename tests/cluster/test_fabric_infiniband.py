@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
 from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.fabric_infiniband import read_ibnetdiscover
 from hpc_train.errors import ConfigError
-from tests.services.ib_fabric import Network, missing_programs, node_name, simulated, three_tiers
+from tests.services.ib_fabric import Network, discover, missing_programs, node_name, simulated, three_tiers
 
 needs_ibsim = pytest.mark.skipif(
     bool(missing_programs()), reason=f"no {', '.join(missing_programs())} (env/setup_system.sh)"
 )
-
-
-def discover(env: Mapping[str, str]) -> str:
-    return subprocess.run(["ibnetdiscover"], env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def look_at(net: Network, **settings: object) -> Fabric:

@@ -86,6 +86,14 @@ def node_name(pod: int, group: int, node: int) -> str:
     return f"n{node}{group}{pod}" if max(node, group, pod) < 10 else f"n{node:02d}{group:02d}{pod:02d}"
 
 
+def discover(env: Mapping[str, str]) -> str:
+    """What the real ibnetdiscover prints of a simulated network."""
+    # Its preloaded library makes a folder sys-PID where it is started.
+    return subprocess.run(
+        ["ibnetdiscover"], cwd=env["IBSIM_SOCKNAME"], env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
 @contextmanager
 def simulated(net: Network) -> Iterator[Mapping[str, str]]:
     """Yield the environment in which the InfiniBand tools see this network."""

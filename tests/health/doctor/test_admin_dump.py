@@ -35,7 +35,9 @@ def fakes(tmp_path: Path) -> FakeCommands:
 
 
 @pytest.fixture
-def fabric_env(fakes: FakeCommands) -> Iterator[Mapping[str, str]]:
+def fabric_env(fakes: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, str]]:
+    # The library that stands for the kernel makes a folder where the tool is started.
+    monkeypatch.chdir(tmp_path)
     net = three_tiers(pods=2, leaves=2, nodes=2, rails=8)
     net.add("Hca", "store1 mlx5_0", 1)
     net.join("store1 mlx5_0", "core0")
