@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hpc_train.cluster.allocation import Allocation
+from hpc_train.cluster.fabric import Fabric
 from hpc_train.errors import ConfigError
-from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.axis_bytes import AxisTraffic
+from hpc_train.plan.choose import choose_seats
+from hpc_train.plan.mesh import AXES, Mesh
+from hpc_train.plan.nesting import fill_order, whole_axes
+from hpc_train.plan.seats import Seats, find_edges, find_seats
+from hpc_train.plan.traffic import busiest, byte_hops_milli, route
 
 SLURM_ORDER = "slurm"
 AUTO_ORDER = "auto"
+KNOWN_ORDERS = (("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp"))
+"""Innermost first. Cited: MegaScale (NSDI'24) has dp inside pp, Llama 3 (arXiv 2407.21783) has it outside."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,96 @@ class Placement:
     def place_of(self, rank: int) -> tuple[str, int]:
         """Node and slot of a rank."""
         return self.nodes[self.node_of_rank[rank]], int(self.gpu_of_rank[rank])
+
+
+def place(
+    mesh: Mesh,
+    allocation: Allocation,
+    fabric: Fabric | None,
+    traffic: Sequence[AxisTraffic],
+    order: str = AUTO_ORDER,
+    exclude: Collection[str] = (),
+) -> Placement:
+    """Give each rank a node and a slot.
+
+    "auto" has the fewest byte-hops of all that was tried, then the least time on the busiest uplink, and leaves Slurm's
+    order alone where nothing is better. "slurm" is Slurm's order. Axes from the innermost to the outermost, such as
+    "tp,dp,pp" or "tp,cp,pp,dp", fill the seats in the order of the switches. Without a fabric it is Slurm's order too.
+
+    Args:
+        traffic: What each axis sends, which decides what gets the near switches.
+        exclude: Nodes that get no ranks.
+
+    Raises:
+        ConfigError: tp groups do not fit into the nodes, the fabric has not a node, no link of a node works, or an
+            order that is none.
+    """
+    axes = _axes_of_order(order, mesh)
+    if order == SLURM_ORDER or fabric is None:
+        by_slurm = slurm_placement(mesh, allocation, exclude)
+        notes = () if order == SLURM_ORDER else (f"no fabric is known, so ranks are in Slurm's order, not in {order}",)
+        return replace(by_slurm, notes=notes)
+    seats = find_seats(mesh, allocation, fabric, exclude)
+    if axes is not None:
+        return _seated(mesh, allocation, seats, _by_axes(mesh, axes), order)
+    edges = find_edges(mesh, traffic, int(seats.distance.max()))
+    found = [choose_seats(mesh, seats, edges, traffic, fabric)]
+    if not edges.is_exact:
+        found += [_by_axes(mesh, known) for known in KNOWN_ORDERS]
+    planned = [_seated(mesh, allocation, seats, seat_of_block, order) for seat_of_block in found]
+    by_slurm = slurm_placement(mesh, allocation, exclude)
+    if _stays_in_hosts(by_slurm, fabric):
+        note = "Slurm's order is left alone: nothing was found that sends less over the switches"
+        planned.insert(0, replace(by_slurm, order=order, notes=(*seats.notes, note)))
+    return min(planned, key=lambda placement: _key(placement, fabric, traffic))
+
+
+def _by_axes(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
+    """The seat of each block where axes, innermost first, fill the seats in the order of the switches."""
+    seat_of_block = np.empty(mesh.world_size // mesh.tp, np.int64)
+    pieces = whole_axes(mesh, [axis for axis in axes if axis != "tp"])
+    seat_of_block[fill_order(mesh, pieces)] = np.arange(len(seat_of_block))
+    return seat_of_block
+
+
+def _axes_of_order(order: str, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes of an explicit order, innermost first; None for a named one."""
+    if order in (AUTO_ORDER, SLURM_ORDER):
+        return None
+    axes = tuple(part.strip() for part in order.split(","))
+    missing = [axis for axis in AXES if axis not in axes and getattr(mesh, axis) > 1]
+    if not {*axes} <= {*AXES} or len({*axes}) < len(axes) or axes[0] != "tp" or missing:
+        lacking = f": {missing[0]} is missing" if missing else ""
+        raise ConfigError(
+            f"order={order} is not an order of the axes of a mesh of {mesh.describe()}{lacking}. Use auto, slurm, or "
+            "the axes from the innermost to the outermost, tp first, since it stays inside a node: for example "
+            "tp,cp,dp,pp"
+        )
+    return (*axes, *(axis for axis in AXES if axis not in axes))
+
+
+def _seated(mesh: Mesh, allocation: Allocation, seats: Seats, seat_of_block: np.ndarray, order: str) -> Placement:
+    node, gpu = seats.node[seat_of_block].ravel(), seats.gpu[seat_of_block].ravel()
+    notes = list(seats.notes)
+    idle = len(seats) - len(seat_of_block)
+    if idle:
+        notes.append(f"room for {idle} more tp groups of {mesh.tp} stays empty")
+    return make_placement(mesh, allocation.nodes, node, gpu, order, tuple(notes))
+
+
+def _stays_in_hosts(placement: Placement, fabric: Fabric) -> bool:
+    """Whether each tp group is inside one node or NVLink domain."""
+    domains = [fabric.nodes[node].nvlink_domain or f"node {node}" for node in placement.nodes]
+    number = np.unique(domains, return_inverse=True)[1][placement.node_of_rank].reshape(-1, placement.mesh.tp)
+    return bool((number == number[:, :1]).all())
+
+
+def _key(placement: Placement, fabric: Fabric, traffic: Sequence[AxisTraffic]) -> tuple[int, float, int]:
+    """What placements are compared by, all of it exact but for the time."""
+    routed = route(placement, fabric, traffic)
+    uplink = busiest(routed.uplinks(fabric))
+    seconds, num_bytes = (0.0, 0) if uplink is None else (uplink.seconds or 0.0, uplink.num_bytes)
+    return byte_hops_milli(routed.bytes_by_tier(), fabric), seconds, num_bytes
 
 
 def slurm_placement(mesh: Mesh, allocation: Allocation, exclude: Collection[str] = ()) -> Placement:
