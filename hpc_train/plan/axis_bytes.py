@@ -157,22 +157,22 @@ def _key_value_ring(config: Config, mesh: Mesh, part: ModelPart, split: TensorSp
 def _tensor_exchanges(config: Config, mesh: Mesh, part: ModelPart) -> int:
     """What a rank sends to its tp group for one micro-batch.
 
-    In units of one all-gather or reduce-scatter of the residual stream; an all-reduce is two. Forward and backward
-    together have four for each time that a layer is entered and left, with sequence parallel or without: twice in a
-    serial block, by attention and by the feed-forward part, once in a parallel one. The embedding is left once, the
-    head entered once: two each. A recomputed block repeats its forward's exchanges up to the last value that its
-    backward needs. That is the input of the last linear, so the last leaving is not repeated, unless its result is
-    dropped out. The loss sends two fp32 numbers a token to each other rank.
+    In units of one all-gather or reduce-scatter of the residual stream; an all-reduce is two. To enter and to leave is
+    two units each, forward and backward together, with sequence parallel or without. A serial block does it for
+    attention and for the feed-forward part, so eight; a parallel block once, so four. The embedding is left, the head
+    entered. A recomputed block repeats its forward's exchanges up to the last value that its backward needs: that is
+    the input of the last linear, so the last leaving is not repeated, unless its result is dropped out. The loss sends
+    two fp32 numbers a token to each other rank.
     """
     n = mesh.tp
     if n == 1:
         return 0
     tokens = config.train.micro_batch_size * config.data.seq_len // mesh.cp
-    in_block = 1 if config.model.block == "parallel" else 2
-    in_layer = 4 * in_block
+    times = 1 if config.model.block == "parallel" else 2
+    in_layer = 4 * times
     if config.train.recompute == "full":
         entering, leaving = (1, 1) if is_split_by_tokens(config, mesh) else (0, 2)
-        in_layer += in_block * entering + leaving * (in_block if config.model.dropout else in_block - 1)
+        in_layer += times * entering + leaving * (times if config.model.dropout else times - 1)
     units = in_layer * len(part.layers) + 2 * part.has_embedding + 2 * part.has_head
     stream = tokens * config.model.hidden_size * ELEMENT_BYTES[config.train.precision]
     loss = 2 * tokens * EXACT_BYTES * (n - 1) if part.has_head else 0

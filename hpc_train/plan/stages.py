@@ -6,7 +6,8 @@ loss. The slowest stage sets the pace of the pipeline, so its cost is made as sm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -142,10 +143,20 @@ def _lowest_maximum(stage_cost: _StageCost, num_stages: int) -> int:
     best: dict[int, int] = {start: stage_cost(start, num_layers) for start in range(num_layers)}
     for behind in range(1, num_stages):
         best = {
-            start: min(max(stage_cost(start, stop), best[stop]) for stop in range(start + 1, num_layers - behind + 1))
-            for start in range(num_layers - behind)
+            start: _best_first_cut(stage_cost, start, num_layers - behind, best) for start in range(num_layers - behind)
         }
     return best[0]
+
+
+def _best_first_cut(stage_cost: _StageCost, start: int, last: int, best: dict[int, int]) -> int:
+    """The lowest maximum of a stage start .. stop - 1 and of the best cut behind it, over stop up to `last`.
+
+    The one grows with stop and the other shrinks, so it lies where they cross.
+    """
+    stops = range(start + 1, last + 1)
+    crossing = bisect_left(stops, True, key=lambda stop: stage_cost(start, stop) >= best[stop])
+    near = stops[max(crossing - 1, 0) : crossing + 1]
+    return min(max(stage_cost(start, stop), best[stop]) for stop in near)
 
 
 def _evenest(stage_cost: _StageCost, num_stages: int, highest: int) -> list[int]:
@@ -163,12 +174,21 @@ def _evenest(stage_cost: _StageCost, num_stages: int, highest: int) -> list[int]
             if (
                 choices := [
                     (cost**2 + best[stop][0], [stop - start, *best[stop][1]])
-                    for stop in range(start + 1, num_layers - behind + 1)
-                    if stop in best and (cost := stage_cost(start, stop)) <= highest
+                    for stop, cost in _affordable(stage_cost, start, num_layers - behind, highest)
+                    if stop in best
                 ]
             )
         }
     return best[0][1]
+
+
+def _affordable(stage_cost: _StageCost, start: int, last: int, highest: int) -> Iterator[tuple[int, int]]:
+    """Where a stage that begins at `start` may stop, and what it then costs, which grows."""
+    for stop in range(start + 1, last + 1):
+        cost = stage_cost(start, stop)
+        if cost > highest:
+            return
+        yield stop, cost
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
