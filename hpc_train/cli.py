@@ -17,6 +17,8 @@ examples:
   hpc-train data build src/ --suffix .py --tokenizer byte --out data/code --heldout 0.02
   hpc-train run config.yaml -n 2                            on this machine, by mpirun
   hpc-train submit config.yaml -N 4 --ntasks-per-node=8 -p gpu -t 4:00:00
+  hpc-train plan config.yaml -N 32 --fabric clos:pods=4,nodes=32
+                                                            which rank goes where, and what it costs
   hpc-train doctor                                          what works here
   hpc-train status
   hpc-train logs 123 -f --rank 5
@@ -80,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_data_parser(commands)
     add_launch_parsers(commands)
+    from hpc_train.launch.plan_arguments import add_plan_parser
+
+    add_plan_parser(commands)
     from hpc_train.health.doctor.arguments import add_doctor_parser
 
     add_doctor_parser(commands)
@@ -144,6 +149,12 @@ def _exec(options: argparse.Namespace) -> int:
     return exec_command(options)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from hpc_train.launch.plan_command import plan_command
+
+    return plan_command(options)
+
+
 def _status(options: argparse.Namespace) -> int:
     from hpc_train.launch.status import status_command
 
@@ -197,6 +208,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "submit": _submit,
     "exec": _exec,
+    "plan": _plan,
     "status": _status,
     "logs": _logs,
     "cancel": _cancel,

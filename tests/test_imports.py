@@ -196,7 +196,7 @@ def test_what_a_login_node_runs_imports_neither_torch_nor_mpi4py_nor_cupy() -> N
     _python(_IMPORT_AND_LIST, ",".join(NOT_ON_A_LOGIN_NODE), *chosen)
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["data"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["data"], ["plan"]])
 def test_help_imports_neither_pydantic_nor_numpy(command: list[str]) -> None:
     code = (
         "import sys\nfrom hpc_train.cli import main\nsys.argv[0] = 'hpc-train'\n"

@@ -59,7 +59,7 @@ class StackFile:
 
 
 def answer_stack_requests(run_dir: Path, rank: int | None, node: str) -> None:
-    """From now on STACK_SIGNAL has this process write its stacks, and go on. `rank`: the launcher's number."""
+    """From now on STACK_SIGNAL has this process write its stacks, and go on. `rank`: the planned one."""
     descriptor = os.memfd_create(_FILE_NAME)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     # Appending, so that whoever reads may empty the file between two requests.

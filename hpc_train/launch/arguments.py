@@ -154,6 +154,9 @@ def _add_exec(commands: Any) -> None:
     parser.add_argument(
         "--interface", type=filled, metavar="NAME", help="network interface of rank 0, as in NCCL_SOCKET_IFNAME"
     )
+    parser.add_argument(
+        "--fabric", type=filled, metavar="FILE", help="where nodes stand in the network (default: what Slurm tells)"
+    )
 
 
 def _add_status(commands: Any) -> None:

@@ -25,11 +25,7 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
         ConfigError: the batch does not divide, the model cannot be split so, or a pipeline gets too few micro-batches.
         DataError: a data file is missing or unreadable; all of them are named.
     """
-    train, parallel = config.train, config.parallel
-    check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
-    check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
-    plan_stages(config, train.recompute)
-    check_micro_batches(mesh.pp, train.global_batch_size // train.micro_batch_size // mesh.dp)
+    check_sizes(config, mesh)
     missing = []
     for source in (*config.data.train, *config.data.heldout):
         for ending in (".bin", ".idx"):
@@ -43,6 +39,19 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
             "data files cannot be used (relative paths start at "
             f"{Path.cwd()}):\n  " + "\n  ".join(missing) + "\nMake them by `hpc-train data build`"
         )
+
+
+def check_sizes(config: Config, mesh: Mesh) -> None:
+    """Batch arithmetic and the model's split over the mesh.
+
+    Raises:
+        ConfigError: the batch does not divide, the model cannot be split so, or a pipeline gets too few micro-batches.
+    """
+    train, parallel = config.train, config.parallel
+    check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
+    check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
+    plan_stages(config, train.recompute)
+    check_micro_batches(mesh.pp, train.global_batch_size // train.micro_batch_size // mesh.dp)
 
 
 @dataclass(frozen=True)

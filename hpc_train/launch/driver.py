@@ -1,8 +1,8 @@
 """The driver of a training run: one process in the batch script, the salloc shell or on a laptop.
 
-1. allocation: what Slurm granted, or this machine
+1. allocation: what Slurm granted, or this machine; and the fabric that its nodes hang in
 2. plan: who is which rank; and a look at all that can be wrong
-3. claim the run folder, and write the plan into it
+3. claim the run folder, and write the plan and its report into it
 4. ranks by one srun or mpirun, and an agent on each node beside them
 5. wait, or stop them when told to
 6. outcome: written whole, and its exit code is the driver's; a batch script starts again what was interrupted
@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +39,26 @@ from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_before_start, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debugging import check_debug_rank, for_debugging
+from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.rank_facts import rank_facts
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher, with_options
 from hpc_train.launch.stage_env import stage_for_ranks
 from hpc_train.launch.stop_times import stop_signal_of, stop_variables
-from hpc_train.plan.run import Plan, plan_run
-from hpc_train.plan.run_files import CONFIG_FILE, PLAN_FILE, RANKS_FILE, write_atomically
+from hpc_train.plan.page import page_html
+from hpc_train.plan.report import PlanReport, report_plan
+from hpc_train.plan.run import Plan, RankFacts, world_mesh
+from hpc_train.plan.run_files import (
+    CONFIG_FILE,
+    PLAN_FILE,
+    PLAN_PAGE_FILE,
+    PLAN_TEXT_FILE,
+    RANKS_FILE,
+    write_atomically,
+)
+from hpc_train.plan.table import report_text, summary_line
 
 
 @dataclass(frozen=True)
@@ -77,16 +89,17 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
         job = job_without(job, request.config.fabric.exclude)
     host = socket.gethostname()
     asked = asked_run_dir(request, env)
+    report = None
     if asked is None or not asked.exists():
         # What is wrong already must not leave a folder; in one that is there it is recorded below.
-        make_plan(request, job, host)
+        report = make_report(request, job, host, env)
     run_dir = asked or default_run_dir(request.config, found, job)
     owner = run_folder.this_process(host, job.requeue_id if job else None, job.restart_count if job else 0)
     claim = run_folder.claim(run_dir, owner, job_is_live)
     with terminations_raise(stop_signal_of(request.config.launch)):
         try:
             with room_needed(run_dir):
-                return _drive_claimed(request, env, found, job, claim, begin)
+                return _drive_claimed(request, env, found, job, claim, begin, report)
         finally:
             claim.release()
 
@@ -98,6 +111,7 @@ def _drive_claimed(
     job: JobFacts | None,
     claim: run_folder.Claim,
     begin: float,
+    report: PlanReport | None,
 ) -> int:
     run_dir, config, job_id = claim.run_dir, request.config, claim.owner.job_id
     notes = compare_with_earlier(run_dir, config)
@@ -118,7 +132,9 @@ def _drive_claimed(
         outcome = _stalled_before(run_dir, config, job_id, job) if is_batch else None
         if outcome is None:
             times = {**env, **stop_variables(config.launch, env, job, run_dir, _limit_end(request, begin))}
-            start = _plan_and_prepare(request, times, found, job, claim, attempt, job_log)
+            if report is None:
+                report = make_report(request, job, claim.owner.host, env)
+            start = _prepare(request, report, times, found, job, claim, attempt, job_log)
             outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say), stop_signal=start.stop_signal)
             if is_batch:
                 outcome = record.bound_by_progress(outcome, run_folder.num_stalled(run_dir, job_id), config.launch)
@@ -139,8 +155,9 @@ def _drive_claimed(
     return outcome.exit_code
 
 
-def _plan_and_prepare(
+def _prepare(
     request: RunRequest,
+    report: PlanReport,
     env: Mapping[str, str],
     found: Found,
     job: JobFacts | None,
@@ -148,32 +165,38 @@ def _plan_and_prepare(
     attempt: int,
     job_log: record.JobLog,
 ) -> RanksToStart:
-    """Allocation, plan and environment; everything that ranks read is in the folder afterwards."""
+    """Launcher and environment; everything that ranks read is in the folder afterwards."""
     run_dir, config = claim.run_dir, request.config
-    allocation, plan = make_plan(request, job, claim.owner.host)
+    allocation, plan = report.allocation, report.plan
     wrap, mpi = config.launch.wrap, request.mpi or config.launch.mpi
     site = choose_launcher(env, found, job, allocation, mpi=mpi, is_wrapped=bool(wrap))
     launcher = with_options(site.launcher, config.launch.srun_options)
     rank_env, lines = rank_environment(env, config, site, claim, attempt)
     job_log.say(describe_allocation(allocation))
     job_log.say(f"plan {plan.hash[:12]}: {plan.world_size} ranks, {plan.mesh.describe()}")
+    job_log.say(summary_line(report))
     job_log.say(site.reason)
     job_log.say(f"variables for the ranks: {'; '.join(lines)}")
     if job is not None and END_TIME_VARIABLE not in env and request.debug_rank is None:
         job_log.say("note: no time limit of this job is known, so only a signal makes the run save and end before it")
+    for note in report.notes:
+        job_log.say(f"note: {note}")
     for warning in allocation.warnings:
         job_log.say(f"warning: {warning}")
     staged = stage_for_ranks(config.launch, launcher, allocation.nodes, rank_env, job_log.say)
     own_python, rank_env = (staged.python, staged.rank_env(rank_env)) if staged else (sys.executable, rank_env)
-    write_plan(run_dir, plan)
+    write_plan(run_dir, plan, rank_facts(plan, allocation, report.fabric, launcher))
+    write_report(run_dir, report)
     write_atomically(run_dir / CONFIG_FILE, dump_yaml(config))
     write_atomically(run_dir / "env.txt", record.environment_text(rank_env))
     text = record.banner(attempt, claim.owner.job_id)
     record.write_banner([node_log(run_dir, node) for node in allocation.nodes], text)
     python = config.launch.rank_python or own_python
     command = (*wrap, python, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
-    stop_signal = stop_signal_of(config.launch)
-    start = RanksToStart(run_dir, allocation, command, rank_env, launcher, stop_signal, agent_python=own_python)
+    start = RanksToStart(
+        run_dir, allocation, command, rank_env, launcher, plan.nodes[0],
+        stop_signal=stop_signal_of(config.launch), agent_python=own_python,
+    )  # fmt: skip
     return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 
 
@@ -220,13 +243,15 @@ def default_run_dir(config: Config, found: Found, job: JobFacts | None) -> Path:
     return run_folder.new_folder(parent, job.requeue_id if job is not None else run_folder.time_name())
 
 
-def make_plan(request: RunRequest, job: JobFacts | None, host: str) -> tuple[Allocation, Plan]:
+def make_report(request: RunRequest, job: JobFacts | None, host: str, env: Mapping[str, str]) -> PlanReport:
     """Who is which rank on what is there, with the batch and the data files checked."""
+    config = request.config
     allocation = find_allocation(request, job, host)
-    plan = plan_run(request.config, allocation)
-    check_before_start(request.config, plan.mesh)
-    check_debug_rank(request.debug_rank, plan.world_size)
-    return allocation, plan
+    check_before_start(config, world_mesh(config, allocation))
+    found = fabric_of_run(config.fabric, allocation, env, is_in_job=job is not None)
+    report = report_plan(config, allocation, found.fabric, notes=found.notes)
+    check_debug_rank(request.debug_rank, report.plan.world_size)
+    return report
 
 
 def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> Allocation:
@@ -276,9 +301,15 @@ def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:
     }
 
 
-def write_plan(run_dir: Path, plan: Plan) -> None:
+def write_plan(run_dir: Path, plan: Plan, facts: Sequence[RankFacts]) -> None:
     write_atomically(run_dir / PLAN_FILE, plan.to_json())
-    write_atomically(run_dir / RANKS_FILE, plan.ranks_tsv(slurm_order=True))
+    write_atomically(run_dir / RANKS_FILE, plan.ranks_tsv(facts))
+
+
+def write_report(run_dir: Path, report: PlanReport) -> None:
+    """The plan for people: as text, and as a page that draws it."""
+    write_atomically(run_dir / PLAN_TEXT_FILE, report_text(report))
+    write_atomically(run_dir / PLAN_PAGE_FILE, page_html(report))
 
 
 def describe_allocation(allocation: Allocation) -> str:

@@ -17,20 +17,25 @@ from hpc_train import log
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import fill_unset, process_env, training_defaults
+from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.network import preset_address
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation, find_situation
 from hpc_train.cluster.slurm import JobFacts
+from hpc_train.config import FabricConfig
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.launch import exec_task, record, run_folder
 from hpc_train.launch.children import terminations_raise
 from hpc_train.launch.driver import describe_allocation, find_job, run_variables, write_plan
+from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
+from hpc_train.launch.rank_facts import rank_facts
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.rendezvous import RendezvousServer
 from hpc_train.launch.site import choose_launcher
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.node_order import in_topology_order
 from hpc_train.plan.run import plan_mesh
 from hpc_train.plan.run_files import write_atomically
 
@@ -74,14 +79,19 @@ def _exec_claimed(
     run_dir, job_id = claim.run_dir, claim.owner.job_id
     attempt = claim.begin_attempt()
     job_log = record.JobLog(run_dir, quiet=True)
-    plan = plan_mesh(Mesh.fill(allocation.num_tasks), allocation)
+    settings = FabricConfig(source=options.fabric)
+    found_fabric = fabric_of_run(settings, allocation, env, is_in_job=job is not None)
+    ordered = in_topology_order(allocation, found_fabric.fabric)
+    plan = plan_mesh(Mesh.fill(allocation.num_tasks), ordered)
     site = choose_launcher(env, found, job, allocation, mpi=options.mpi, wait_s=0)
     defaults = {**training_defaults(None, num_threads=site.cpus_per_rank), **site.defaults}
     filled, lines = fill_unset(env, defaults)
-    for line in (found.reason, describe_allocation(allocation), site.reason, f"variables: {'; '.join(lines)}"):
+    order = _describe_order(allocation, ordered, found_fabric.fabric)
+    variables = f"variables: {'; '.join(lines)}"
+    for line in (found.reason, describe_allocation(allocation), *found_fabric.notes, order, site.reason, variables):
         job_log.say(line)
     log.say(f"hpc-train: {allocation.num_tasks} ranks; logs in {run_dir / 'logs'}", sys.stderr)
-    write_plan(run_dir, plan)
+    write_plan(run_dir, plan, rank_facts(plan, allocation, found_fabric.fabric, site.launcher))
     rank_env = {**filled, **run_variables(claim, attempt)}
     if options.interface:
         rank_env[exec_task.INTERFACE] = options.interface
@@ -97,7 +107,7 @@ def _exec_claimed(
         hosts = {planned.rank: planned.node for planned in plan.ranks}
         watch = missing_ranks_watch(server, hosts, options.timeout, time.monotonic)
     try:
-        start = RanksToStart(run_dir, allocation, command, rank_env, site.launcher, show_all=True)
+        start = RanksToStart(run_dir, allocation, command, rank_env, site.launcher, plan.nodes[0], show_all=True)
         end = run_ranks(start, job_log.say, watch)
     finally:
         if server is not None:
@@ -135,6 +145,16 @@ def missing_ranks_watch(
         )
 
     return watch
+
+
+def _describe_order(allocation: Allocation, ordered: Allocation, fabric: Fabric | None) -> str:
+    """Which node has the first ranks, and why."""
+    if fabric is None:
+        return "nodes are in Slurm's order"
+    if ordered.nodes == allocation.nodes:
+        return f"nodes are in the order of the switches, which is Slurm's too (from {fabric.source})"
+    shown = ", ".join(ordered.nodes[:8]) + (", ..." if len(ordered.nodes) > 8 else "")
+    return f"nodes are in the order of the switches: {shown} (from {fabric.source})"
 
 
 def _no_watch() -> str | None:

@@ -60,7 +60,8 @@ class RanksToStart:
     """One attempt. `env` is the ranks' whole environment.
 
     stop_signal: what the ranks understand as "save and end"; None for programs of which that is not known.
-    show_all: copy every rank's lines to the driver's output, not rank 0's alone. terminal: of a rank that is debugged.
+    first_node: where rank 0 is. show_all: copy every rank's lines to the driver's output, not rank 0's alone.
+    terminal: of a rank that is debugged.
     """
 
     run_dir: Path
@@ -68,6 +69,7 @@ class RanksToStart:
     command: tuple[str, ...]
     env: Mapping[str, str]
     launcher: SrunLauncher | MpirunLauncher
+    first_node: str
     stop_signal: int | None = None
     show_all: bool = False
     agent_python: str = sys.executable
@@ -219,7 +221,7 @@ def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes]) -> PipeCop
 def _follow_logs(start: RanksToStart) -> list[FileFollower]:
     """Copy new lines of the nodes' logs to our output, which in a batch job is the job's log."""
     nodes = start.allocation.nodes
-    shown = nodes if start.show_all and len(nodes) <= _MOST_FOLLOWED_NODES else nodes[:1]
+    shown = nodes if start.show_all and len(nodes) <= _MOST_FOLLOWED_NODES else (start.first_node,)
 
     def show(line: bytes) -> None:
         if start.show_all or rank_of_line(line) in (None, 0):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.cluster.allocation import Allocation
@@ -20,6 +21,7 @@ from hpc_train.plan.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
     from hpc_train.config import Config
+    from hpc_train.plan.placement import Placement
 
 VERSION = 1
 MAX_RANKS_WITH_GROUPS = 4096
@@ -38,6 +40,15 @@ class PlannedRank:
     node: str
     gpu: int
     coords: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What is known of a rank beside its place in the plan; None: not known."""
+
+    nic: str | None = None
+    rail: int | None = None
+    slurm_procid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,10 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         return _hash_of(self._document)
+
+    def with_groups(self) -> Plan:
+        """The same plan with all its groups listed, however many ranks it has."""
+        return self if self.groups else replace(self, groups=_listed_groups(self.mesh))
 
     def lookup(self, node: str, gpu: int) -> int:
         """The rank planned for a slot of a node.
@@ -115,17 +130,15 @@ class Plan:
             )
         return plan
 
-    def ranks_tsv(self, *, slurm_order: bool = False) -> str:
-        """The table of ranks; what is not known is `-`. `slurm_order`: SLURM_PROCID is the rank itself."""
+    def ranks_tsv(self, facts: Sequence[RankFacts] = ()) -> str:
+        """The table of ranks, with the facts of each where they are given; what is not known is `-`."""
         node_ranks = {node: index for index, node in enumerate(self.nodes)}
         lines = ["\t".join(RANKS_TSV_COLUMNS)]
-        for planned in self.ranks:
-            procid = str(planned.rank) if slurm_order else "-"
-            place = [str(planned.coords.get(axis, 0)) for axis in AXES]
-            lines.append(
-                f"{planned.rank}\t{planned.node}\t{node_ranks[planned.node]}\t{planned.gpu}\t{planned.gpu}\t-\t-\t"
-                f"{procid}\t" + "\t".join(place)
-            )
+        for planned, known in zip(self.ranks, facts or repeat(RankFacts()), strict=False):
+            place = (planned.rank, planned.node, node_ranks[planned.node], planned.gpu, planned.gpu)
+            further = (known.nic, known.rail, known.slurm_procid)
+            coords = [planned.coords.get(axis, 0) for axis in AXES]
+            lines.append("\t".join("-" if value is None else str(value) for value in (*place, *further, *coords)))
         return "\n".join(lines) + "\n"
 
     @cached_property
@@ -158,9 +171,17 @@ def plan_run(config: Config, allocation: Allocation) -> Plan:
     Raises:
         ConfigError: the degrees do not fill the world.
     """
+    return plan_mesh(world_mesh(config, allocation), allocation)
+
+
+def world_mesh(config: Config, allocation: Allocation) -> Mesh:
+    """The mesh of all ranks of an allocation.
+
+    Raises:
+        ConfigError: the degrees do not fill the world.
+    """
     parallel = config.parallel
-    mesh = Mesh.fill(sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
-    return plan_mesh(mesh, allocation)
+    return Mesh.fill(sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
 
 
 def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:
@@ -170,9 +191,23 @@ def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:
         for node, tasks in zip(allocation.nodes, allocation.tasks_per_node, strict=True)
         for slot in range(tasks)
     ]
+    return _plan_slots(mesh, slots, {})
+
+
+def plan_placement(placement: Placement, figures: Mapping[str, Any]) -> Plan:
+    """Ranks where a placement puts them; `figures` are kept in the file and hashed with it."""
+    names = [placement.nodes[node] for node in placement.node_of_rank.tolist()]
+    return _plan_slots(placement.mesh, list(zip(names, placement.gpu_of_rank.tolist(), strict=True)), figures)
+
+
+def _plan_slots(mesh: Mesh, slots: Sequence[tuple[str, int]], figures: Mapping[str, Any]) -> Plan:
     ranks = tuple(PlannedRank(rank, node, slot, mesh.coords(rank)) for rank, (node, slot) in enumerate(slots))
-    listing = GroupPlan(mesh).listing() if len(ranks) <= MAX_RANKS_WITH_GROUPS else {}
-    return Plan(mesh, ranks, {kind: tuple(map(tuple, groups)) for kind, groups in listing.items()})
+    groups = _listed_groups(mesh) if len(ranks) <= MAX_RANKS_WITH_GROUPS else {}
+    return Plan(mesh, ranks, groups, further=figures)
+
+
+def _listed_groups(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {kind: tuple(map(tuple, groups)) for kind, groups in GroupPlan(mesh).listing().items()}
 
 
 def _from_document(document: dict[str, Any]) -> Plan:

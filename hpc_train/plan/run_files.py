@@ -11,6 +11,8 @@ from typing import Any
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 RANKS_FILE = "ranks.tsv"
+PLAN_TEXT_FILE = "plan.txt"
+PLAN_PAGE_FILE = "plan.html"
 OUTCOME_FILE = "outcome.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -68,46 +69,54 @@ def run_rank(run_dir: Path) -> NoReturn:
     """
     host = socket.gethostname()
     env = process_env()
-    rank: int | None = None
+    launched: int | None = (
+        None  # the launcher's number: errors before the ranks are connected name their reporter by it
+    )
+    rank: int | None = None  # the planned one
     # First of all: a job may be told to stop while its ranks still import.
     stop = StopMark((signal.SIGTERM, signal.Signals[f"SIG{env.get(STOP_SIGNAL_VARIABLE, 'USR2')}"]))
     stop.install()
     try:
+        node = env.get("SLURMD_NODENAME") or host
         hint = rank_hint(env, own_process())
-        rank = hint.rank if hint else None
+        rank = launched = hint.rank if hint else None
         if rank is not None:
             log.prefix_output(rank, host)
-        answer_stack_requests(run_dir, rank, env.get("SLURMD_NODENAME") or host)
-        code = _run(run_dir, stop)
+        plan = Plan.from_json(_read(run_dir / PLAN_FILE))
+        if hint is not None and hint.local_rank is not None:
+            with suppress(LaunchError):  # refused later, on all ranks at once
+                rank = plan.lookup(node, hint.local_rank)
+                log.prefix_output(rank, host)
+        answer_stack_requests(run_dir, rank, node)
+        code = _run(run_dir, plan, stop)
     except BaseException as error:
-        code = _leave_behind(error, run_dir, rank, host)
+        code = _leave_behind(error, run_dir, launched, rank, host)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _leave_behind(error: BaseException, run_dir: Path, rank: int | None, host: str) -> int:
+def _leave_behind(error: BaseException, run_dir: Path, launched: int | None, rank: int | None, host: str) -> int:
     """Report an error, once if all ranks share it, and give the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank that leaves has the others terminated
     shared_by = getattr(error, "reporter", None)
-    if isinstance(error, HpcTrainError) and shared_by not in (None, _rank_of(error, rank)):
+    if isinstance(error, HpcTrainError) and shared_by not in (None, _rank_of(error, launched)):
         time.sleep(0.2)  # let the reporter's message and record come first
         return int(error.exit_code)
     return log.report_failure(error, run_dir=run_dir, rank=_rank_of(error, rank), host=host)
 
 
-def _rank_of(error: BaseException, launcher_rank: int | None) -> int | None:
-    """The rank in our numbering where the world stood when the error was raised, else the launcher's."""
-    planned = getattr(error, "rank", None)
-    return launcher_rank if planned is None else planned
+def _rank_of(error: BaseException, otherwise: int | None) -> int | None:
+    """The rank in the world where that stood when the error was raised."""
+    in_world = getattr(error, "rank", None)
+    return otherwise if in_world is None else in_world
 
 
-def _run(run_dir: Path, stop: StopMark) -> int:
+def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
     from hpc_train.comm.bootstrap import bootstrap
     from hpc_train.comm.mpi import finalize_mpi
     from hpc_train.train.debugger import attach_debugger
 
-    plan = Plan.from_json(_read(run_dir / PLAN_FILE))
     world = bootstrap("mpi", plan=plan, rendezvous=_rendezvous(process_env()))
     log.prefix_output(world.rank, world.node)
     if world.rank == 0:

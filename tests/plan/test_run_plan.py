@@ -8,7 +8,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.config import Config, build_config
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, plan_mesh, plan_run
+from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, RankFacts, plan_mesh, plan_run
 
 
 def allocation(*tasks: int) -> Allocation:
@@ -87,10 +87,11 @@ def test_a_place_that_was_not_planned_is_refused_by_its_name(node: str, gpu: int
 
 def test_the_table_of_ranks_has_the_columns_that_others_rely_on() -> None:
     plan = plan_mesh(Mesh(pp=1, dp=2, cp=1, tp=2), allocation(2, 2))
-    rows = [line.split("\t") for line in plan.ranks_tsv(slurm_order=True).splitlines()]
+    facts = [RankFacts("mlx5_1", 1, procid) for procid in (0, 2, 1, 3)]
+    rows = [line.split("\t") for line in plan.ranks_tsv(facts).splitlines()]
     assert tuple(rows[0]) == RANKS_TSV_COLUMNS
-    assert rows[4] == ["3", "n2", "1", "1", "1", "-", "-", "3", "0", "1", "0", "1"]
-    assert plan.ranks_tsv().splitlines()[4].split("\t")[7] == "-"
+    assert rows[4] == ["3", "n2", "1", "1", "1", "mlx5_1", "1", "3", "0", "1", "0", "1"]
+    assert plan.ranks_tsv().splitlines()[4].split("\t")[5:8] == ["-", "-", "-"]
 
 
 def test_a_mesh_that_does_not_fill_the_allocation_is_refused() -> None:

@@ -42,6 +42,9 @@ def test_a_run_leaves_metrics_checkpoints_plan_and_outcome(folder):
     assert json.loads((run / "outcome.json").read_text())["outcome"] == "done"
     assert json.loads((run / "plan.json").read_text())["world_size"] == 2
     assert (run / "ranks.tsv").read_text().splitlines()[0].split("\t")[:3] == ["rank", "host", "node_rank"]
+    assert "2 ranks on 1 node" in (run / "plan.txt").read_text()
+    assert (run / "plan.html").read_text().rstrip().endswith("</html>")
+    assert "placement: all ranks on" in (run / "logs/job.log").read_text()
     assert re.search(r"r0 \| step 6/6 \| loss", result.stdout)
 
 

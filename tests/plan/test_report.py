@@ -1,0 +1,125 @@
+"""The report of a plan: figures for plan.json, tables for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc_train.cluster.fabric_clos import clos_fabric
+from hpc_train.errors import ConfigError
+from hpc_train.plan.homes import find_homes
+from hpc_train.plan.mesh import AXES
+from hpc_train.plan.report import report_plan
+from hpc_train.plan.run import Plan
+from hpc_train.plan.table import report_text, sections_of, size_text, summary_line
+from tests.plan.reports import CLOS, make_allocation, make_config, make_report
+
+
+def test_plan_json_has_the_figures_that_others_rely_on() -> None:
+    report = make_report()
+    document = json.loads(report.plan.to_json())
+    assert document["bytes_per_rank"].keys() == {"pp", "dp", "tp"}
+    traffic = document["traffic"]
+    for order in ("slurm_order", "planned"):
+        assert list(traffic[order]) == ["node", "leaf", "spine", "core"]
+        assert sum(traffic[order].values()) == sum(traffic["planned"].values()) > 0
+    weights = report.fabric.hop_weights if report.fabric else {}
+    for order, hops in traffic["byte_hops"].items():
+        assert hops == sum(traffic[order][tier] * weight for tier, weight in weights.items()) // 1000
+    assert traffic["byte_hops"]["planned"] < traffic["byte_hops"]["slurm_order"]
+    assert Plan.from_json(report.plan.to_json()) == report.plan
+
+
+def test_a_rank_and_its_coordinates_do_not_depend_on_the_placement() -> None:
+    report = make_report()
+    assert report.is_moved
+    for planned in report.plan.ranks:
+        assert planned.coords == report.mesh.coords(planned.rank)
+        assert (planned.node, planned.gpu) == report.placement.place_of(planned.rank)
+    assert len({(planned.node, planned.gpu) for planned in report.plan.ranks}) == 64
+
+
+def test_the_same_input_gives_the_same_plan_and_another_fabric_another_hash() -> None:
+    assert make_report().plan.hash == make_report().plan.hash
+    assert make_report().plan.hash != make_report(CLOS.replace("shuffle=3", "shuffle=4")).plan.hash
+
+
+def test_a_group_lives_where_its_highest_transfer_climbs_to() -> None:
+    report = make_report(config=make_config({"pp": 2, "tp": 2, "dp": 16}))
+    fabric, placement, mesh = report.fabric, report.placement, report.mesh
+    assert fabric is not None
+    for home in find_homes(placement, fabric, report.traffic):
+        pattern = next(entry.pattern for entry in report.traffic if entry.axis == home.axis)
+        expected: dict[str, int] = {}
+        for group in mesh.groups(home.axis):
+            pairs = list(zip(group, (*group[1:], group[0]) if pattern == "ring" else group[1:], strict=False))
+            tiers = [fabric.tier(*placement.place_of(a), *placement.place_of(b)) for a, b in pairs]
+            highest = max(tiers, key=["node", "leaf", "spine", "core"].index)
+            expected[highest] = expected.get(highest, 0) + 1
+        assert home.by_tier == expected
+        assert home.num_groups == sum(expected.values())
+
+
+def test_without_a_topology_ranks_stay_in_slurms_order_and_the_report_says_so() -> None:
+    report = make_report(None)
+    assert not report.is_moved
+    assert "traffic" not in report.plan.further
+    assert [section.title for section in sections_of(report)][:1] == ["Groups"]
+    assert "no topology" in report_text(report)
+    assert summary_line(report).startswith("placement: Slurm's order of nodes, since no topology is known")
+
+
+def test_the_summary_is_one_line_with_the_gain() -> None:
+    report = make_report()
+    assert report.planned is not None and report.before is not None
+    ratio = report.planned.byte_hops / report.before.byte_hops
+    assert f"byte-hops {ratio:.2f}x of Slurm's order" in summary_line(report)
+    assert "tp inside a node" in summary_line(report)
+    assert "\n" not in summary_line(report)
+
+
+def test_the_text_can_be_read_in_ten_seconds() -> None:
+    text = report_text(make_report())
+    assert len(text.splitlines()) <= 40
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("note: "))
+    for axis in ("tp", "dp", "pp"):
+        assert any(line.startswith(f"{axis} ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (99 * 2**30, "99 GiB"),
+        (1023 * 2**30, "1023 GiB"),
+        (2**62, "4096 PiB"),
+    ],
+)
+def test_sizes_are_said_with_three_digits_or_whole(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+def test_a_node_that_the_fabric_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match="n99"):
+        report_plan(make_config(), make_allocation(["n1", "n99"]), clos_fabric("clos:pods=1,nodes=4"))
+
+
+def test_tp_larger_than_a_node_is_refused() -> None:
+    config = make_config({"pp": 1, "tp": 8})
+    with pytest.raises(ConfigError, match="tp=8"):
+        report_plan(config, make_allocation(["n0", "n1"], tasks=4), clos_fabric("clos:pods=1,nodes=4,gpus=4"))
+
+
+def test_16384_ranks_are_reported_whole() -> None:
+    config = make_config({"pp": 8, "tp": 8}, train={"steps": 1, "global_batch_size": 2048})
+    report = make_report("clos:pods=8,nodes=512,shuffle=1", 2048, config)
+    assert report.plan.world_size == 16384
+    assert np.array_equal(np.unique(report.placement.node_of_rank), np.arange(2048))
+    assert report.plan.groups == {} and len(report.plan.with_groups().groups["tp"]) == 2048
+    assert replace(report, notes=()).plan.hash == report.plan.hash
+    assert [home.axis for home in report.homes] == [axis for axis in reversed(AXES) if axis != "cp"]
