@@ -107,6 +107,13 @@ def test_recipes_and_the_typing_mark_are_installed(installed: Installed) -> None
     assert (installed.target / "hpc_train" / "py.typed").exists()
 
 
+def test_an_installed_plan_draws_its_page(installed: Installed) -> None:
+    page = installed.target.parent / "plan.html"
+    words = ["plan", "tiny", "-N", "1", "--fabric", "clos:pods=1,nodes=1,gpus=4", "--html", str(page)]
+    assert "4 ranks on 1 node" in installed.python("-m", "hpc_train", *words).stdout
+    assert page.read_text().rstrip().endswith("</html>")
+
+
 def test_an_installed_config_is_found_from_any_folder(installed: Installed) -> None:
     recipe = installed.target / "hpc_train" / "recipes" / "tiny.yaml"
     code = f"from hpc_train.config import load_config; print(load_config({str(recipe)!r}, []).name)"

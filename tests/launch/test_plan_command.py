@@ -86,6 +86,7 @@ def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None
         (["-N", "2", "--fabric", CLOS, "parallel.tp=16", "parallel.pp=1", "model.num_heads=16"], "tp=16"),
         (["-N", "2", "--fabric", CLOS, "parallel.dp=3"], "do not fill"),
         (["-N", "2", "--fabric", CLOS, "train.global_batch_size=3"], "global_batch_size=3"),
+        (["-N", "2", "--fabric", CLOS, "fabric.gpu_memory_bytes=9"], "does not fit: a rank of stage"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_words(
