@@ -118,7 +118,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Degrees of the axes; dp left out is what the world size leaves over.
 
-    layers_per_stage: how many layers each pipeline stage holds; left out, they are split by their cost.
+    layers_per_stage: how many layers each pipeline stage holds, or each virtual stage in the model's order; left out,
+    they are split by their cost. virtual_stages: model_chunks a stage, through which micro-batches go in turn.
+    schedule: 1f1b, or zero_bubble, which does weight gradients when a stage would idle.
     """
 
     pp: Positive = 1
@@ -127,6 +129,8 @@ class ParallelConfig(Section):
     tp: Positive = 1
     sequence_parallel: bool = False
     layers_per_stage: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
+    virtual_stages: Positive = 1
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
 
     @model_validator(mode="after")
     def _no_cp_so_far(self) -> ParallelConfig:
@@ -138,11 +142,20 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _layers_for_each_stage(self) -> ParallelConfig:
-        if self.layers_per_stage and len(self.layers_per_stage) != self.pp:
+        if self.layers_per_stage and len(self.layers_per_stage) != self.pp * self.virtual_stages:
+            stages = f"parallel.pp={self.pp} stages"
+            if self.virtual_stages > 1:
+                stages += f" of parallel.virtual_stages={self.virtual_stages} each"
             raise ValueError(
-                f"parallel.layers_per_stage has {len(self.layers_per_stage)} numbers and parallel.pp={self.pp} stages; "
-                "give one number for each stage, or leave it out to have the layers split by their cost"
+                f"parallel.layers_per_stage has {len(self.layers_per_stage)} numbers and {stages}; give "
+                f"{self.pp * self.virtual_stages}, one for each, or leave it out to have the layers split by their cost"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bubble_to_fill(self) -> ParallelConfig:
+        if self.schedule == "zero_bubble" and self.pp == 1:
+            raise ValueError("parallel.schedule=zero_bubble has no effect with pp=1; leave it out, or use pp=2 or more")
         return self
 
 

@@ -54,6 +54,7 @@ class ShardedParameters:
         whole = [LocalParameter(name, name, tuple(p.shape), Box((0,) * p.dim(), tuple(p.shape))) for name, p in named]
         self.plans = {plan.local_name: plan for plan in (whole if plans is None else plans)}
         self.layout = lay_out([(name, tuple(p.shape)) for name, p in named], group.group_size)
+        self._places = {place.name: place for place in self.layout.parameters}
         device = named[0][1].device
         padded = self.layout.padded_elements
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -82,7 +83,7 @@ class ShardedParameters:
 
     def gradient_of(self, local_name: str) -> torch.Tensor:
         """This rank's sum of a parameter's gradients, in its local shape."""
-        place = next(place for place in self.layout.parameters if place.name == local_name)
+        place = self._places[local_name]
         return self.gradients[place.start : place.stop].view(place.shape)
 
     def num_decayed_in_shard(self) -> int:

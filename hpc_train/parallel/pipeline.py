@@ -1,7 +1,16 @@
 """Execute a stage's list of actions: forwards, backwards, and what travels between stages beside them.
 
 The list is `plan.schedule`'s; nothing here decides an order. A send or a receive is posted where it stands in the
-list. A receive is awaited by the forward or backward that needs it, a send at the end.
+list, each by itself, and goes on beside the work behind it:
+
+- warm-up: a forward waits for its own receive alone, which was posted before the work ahead of it
+- in turn: beside a forward or a backward the next one's receive and the last one's send are under way
+- cool-down: a backward likewise waits for its own receive alone
+
+A send is awaited when a message has come that was made behind its receive, so that it costs no time and its tensor is
+let go; what is left at the end.
+
+Source of the phases: Jiang et al., "MegaScale", NSDI'24, section 3.2.
 """
 
 from __future__ import annotations
@@ -15,7 +24,8 @@ import torch
 from hpc_train.comm.collectives import Group, receive_from, send_to
 from hpc_train.errors import ConfigError
 from hpc_train.models.transformer import Inputs, Transformer
-from hpc_train.plan.schedule import Action, Op, Payload, Schedule, source_of
+from hpc_train.parallel.split_backward import WeightQueue
+from hpc_train.plan.schedule import Action, Direction, Op, Payload, Schedule, source_of
 
 Key = tuple[Payload, int, int]
 """What is kept or travels: its kind, micro-batch, and the model_chunk that made it or needs it."""
@@ -26,31 +36,41 @@ class _Step:
     """What is alive while a list is executed.
 
     entered: what each forward got from before; left: what it gave. arriving, sending: posted and not yet awaited.
+    weights: what a B has left for its W. over: sends that are known to be over at an action.
     """
 
     inputs: Sequence[Inputs]
     losses: list[torch.Tensor | None]
+    over: Mapping[Action, Sequence[Action]]
     entered: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     left: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     here: dict[Key, torch.Tensor] = field(default_factory=dict)
     arriving: dict[Key, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    sending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    sending: dict[Action, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    weights: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
 
 
 class Pipeline:
     """One rank's stage: its model chunks, and the groups over which its neighbours are reached.
 
-    forward_group, backward_group: the pp ranks in the order of stages; activations travel on the first, gradients on
-    the second. On NCCL they must be two communicators: operations of one run in the order in which they were posted.
+    up, down: the pp ranks in the order of stages; what goes to a later stage travels on the first, what goes to an
+    earlier one on the second. On NCCL they must be two communicators: operations of one run in the order in which they
+    were posted. queues: of each chunk, where its linears leave their weights' gradients; None where they do not.
     """
 
     def __init__(
-        self, chunks: Sequence[Transformer], forward_group: Group, backward_group: Group, dtype: torch.dtype
+        self,
+        chunks: Sequence[Transformer],
+        up: Group,
+        down: Group,
+        dtype: torch.dtype,
+        queues: Sequence[WeightQueue] | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
-        self.stage = forward_group.group_rank
-        self._groups = {Payload.ACTIVATION: forward_group, Payload.GRADIENT: backward_group}
+        self.stage = up.group_rank
+        self._groups = {Direction.UP: up, Direction.DOWN: down}
         self._dtype = dtype
+        self._queues = None if queues is None else tuple(queues)
 
     def run(
         self, schedule: Schedule, inputs: Sequence[Inputs], then: Mapping[Op, Callable[[Action], None]] | None = None
@@ -67,22 +87,23 @@ class Pipeline:
         Raises:
             ConfigError: the list has an action that nobody carries out.
         """
-        step = _Step(inputs, [None] * len(inputs))
+        if schedule.splits_backward and self._queues is None:
+            raise ConfigError("the schedule splits the backward (W actions), and this model's linears have no queue")
+        step = _Step(inputs, [None] * len(inputs), schedule.sends_over[self.stage])
         actors: dict[Op, Callable[[Action], None]] = {
             Op.F: lambda action: self._forward(action, schedule, step),
             Op.B: lambda action: self._backward(action, schedule, step),
+            Op.W: lambda action: self._weights(action, step),
             Op.SEND: lambda action: self._send(action, step),
             Op.RECV: lambda action: self._receive(action, step),
             **(then or {}),
         }
-        if schedule.splits_backward and Op.W not in actors:
-            raise ConfigError("the schedule splits the backward (W actions), which this model's linears cannot do")
         for action in schedule.actions[self.stage]:
             actor = actors.get(action.op)
             if actor is None:
                 raise ConfigError(f"the schedule has {action.describe()}, which nothing here carries out")
             actor(action)
-        for work, _ in step.sending:
+        for work, _ in step.sending.values():
             work.wait()
         return [loss for loss in step.losses if loss is not None]
 
@@ -91,7 +112,7 @@ class Pipeline:
         inputs, chunk = step.inputs[micro_batch], self.chunks[own]
         entered = None
         if source_of(action, self.stage, schedule.chunks) is not None:
-            entered = self._awaited(Payload.ACTIVATION, micro_batch, own, step)
+            entered = self._awaited(action, Payload.ACTIVATION, step)
             if torch.is_grad_enabled():
                 step.entered[micro_batch, own] = entered.requires_grad_()
         left = chunk.hidden(entered, inputs)
@@ -101,6 +122,8 @@ class Pipeline:
             step.losses[micro_batch] = left.detach()
         elif schedule.places[global_chunk + 1][0] == self.stage:
             step.here[Payload.ACTIVATION, micro_batch, schedule.places[global_chunk + 1][1]] = left.detach()
+            if not torch.is_grad_enabled():
+                return
         step.left[micro_batch, own] = left
 
     def _backward(self, action: Action, schedule: Schedule, step: _Step) -> None:
@@ -108,8 +131,12 @@ class Pipeline:
         left = step.left.pop((micro_batch, own))
         gradient = None
         if source_of(action, self.stage, schedule.chunks) is not None:
-            gradient = self._awaited(Payload.GRADIENT, micro_batch, own, step)
+            gradient = self._awaited(action, Payload.GRADIENT, step)
         torch.autograd.backward(left, gradient)
+        if self._queues is not None:
+            step.weights[micro_batch, own] = self._queues[own].take()
+            if not schedule.splits_backward:
+                step.weights.pop((micro_batch, own))()
         entered = step.entered.pop((micro_batch, own), None)
         if entered is None:
             return
@@ -118,6 +145,9 @@ class Pipeline:
         peer, there = schedule.places[global_chunk - 1]
         key = (Payload.GRADIENT, micro_batch, there if peer == self.stage else own)
         step.here[key] = entered.grad
+
+    def _weights(self, action: Action, step: _Step) -> None:
+        step.weights.pop(_place(action))()
 
     def _send(self, action: Action, step: _Step) -> None:
         micro_batch, own = _place(action)
@@ -129,22 +159,25 @@ class Pipeline:
         else:
             tensor = step.here.pop((Payload.GRADIENT, micro_batch, own))
         tensor = tensor.contiguous()
-        step.sending.append((send_to(tensor, action.peer, self._groups[action.payload]), tensor))
+        group = self._groups[Direction.of(self.stage, action.peer)]
+        step.sending[action] = (send_to(tensor, action.peer, group), tensor)
 
     def _receive(self, action: Action, step: _Step) -> None:
         micro_batch, own = _place(action)
         assert action.payload is not None and action.peer is not None
         tensor = self._stream(step.inputs[micro_batch], self.chunks[own])
-        work = receive_from(tensor, action.peer, self._groups[action.payload])
+        work = receive_from(tensor, action.peer, self._groups[Direction.of(action.peer, self.stage)])
         step.arriving[action.payload, micro_batch, own] = (work, tensor)
 
-    def _awaited(self, payload: Payload, micro_batch: int, own: int, step: _Step) -> torch.Tensor:
+    def _awaited(self, action: Action, payload: Payload, step: _Step) -> torch.Tensor:
         """What another chunk made: from another stage, or from another chunk of this one."""
-        key = (payload, micro_batch, own)
+        key = (payload, *_place(action))
         if key in step.here:
             return step.here.pop(key)
         work, tensor = step.arriving.pop(key)
         work.wait()
+        for send in step.over.get(action, ()):
+            step.sending.pop(send)[0].wait()
         return tensor
 
     def _stream(self, inputs: Inputs, chunk: Transformer) -> torch.Tensor:

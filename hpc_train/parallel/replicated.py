@@ -9,43 +9,55 @@ Before the data-parallel reduce-scatter each copy must have the gradient of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from hpc_train.comm.collectives import all_reduce_
+from hpc_train.comm.collectives import Group, all_reduce_
 from hpc_train.comm.groups import Groups
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.plan.groups import TIED
 from hpc_train.plan.parameters import LocalParameter
 
 
-def sum_replicated_gradients(parameters: ShardedParameters, groups: Groups) -> None:
-    """Give each copy of a parameter its whole gradient. Collective over the tp group and the tied stages."""
-    plans = parameters.plans.values()
-    _sum_whole(parameters, [plan for plan in plans if plan.tp_sum == "all"], groups, "tp")
-    _sum_key_values(parameters, [plan for plan in plans if plan.tp_sum == "kv"], groups)
-    _sum_whole(parameters, [plan for plan in plans if plan.is_tied], groups, TIED)
+def sum_replicated_gradients(chunks: Sequence[ShardedParameters], groups: Groups) -> None:
+    """Give each copy of a parameter its whole gradient. Collective over the tp group and the tied stages.
+
+    chunks: the parameters of each of this rank's model_chunks.
+    """
+    every = [(plan, chunk.gradient_of(name)) for chunk in chunks for name, plan in chunk.plans.items()]
+    _sum_whole([gradient for plan, gradient in every if plan.tp_sum == "all"], groups.along("tp"))
+    _sum_key_values([(plan, gradient) for plan, gradient in every if plan.tp_sum == "kv"], groups.along("tp"))
+    tied = [gradient for plan, gradient in every if plan.is_tied]
+    if tied:
+        _sum_tied(tied, groups.along(TIED))
 
 
-def _sum_whole(parameters: ShardedParameters, plans: list[LocalParameter], groups: Groups, name: str) -> None:
+def _sum_tied(copies: list[torch.Tensor], group: Group) -> None:
+    """The two copies are on the two ranks of the group, or both here where one stage has the first and last chunk."""
+    if len(copies) == 2:
+        copies[1].copy_(copies[0].add_(copies[1]))
+    else:
+        _sum_whole(copies, group)
+
+
+def _sum_whole(gradients: list[torch.Tensor], group: Group) -> None:
     """One all-reduce over gradients of the same shapes on all ranks of the group."""
-    if not plans or groups.along(name).group_size == 1:
+    if not gradients or group.group_size == 1:
         return
-    gradients = [parameters.gradient_of(plan.local_name) for plan in plans]
-    flat = all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]), groups.along(name))
+    flat = all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]), group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view(gradient.shape))
 
 
-def _sum_key_values(parameters: ShardedParameters, plans: list[LocalParameter], groups: Groups) -> None:
+def _sum_key_values(held: list[tuple[LocalParameter, torch.Tensor]], group: Group) -> None:
     """Heads are shared in any pattern, so each rank puts its own in their places of the whole, and takes them back."""
-    group = groups.along("tp")
-    if not plans or group.group_size == 1:
+    if not held or group.group_size == 1:
         return
-    gradients = [parameters.gradient_of(plan.local_name) for plan in plans]
-    wholes = [gradient.new_zeros(plan.shape) for plan, gradient in zip(plans, gradients, strict=True)]
-    for plan, gradient, whole in zip(plans, gradients, wholes, strict=True):
+    wholes = [gradient.new_zeros(plan.shape) for plan, gradient in held]
+    for (plan, gradient), whole in zip(held, wholes, strict=True):
         whole[plan.box.offsets[0] : plan.box.offsets[0] + plan.box.sizes[0]] = gradient
     flat = all_reduce_(torch.cat([whole.flatten() for whole in wholes]), group)
-    for plan, gradient, part in zip(plans, gradients, flat.split([w.numel() for w in wholes]), strict=True):
+    for (plan, gradient), part in zip(held, flat.split([whole.numel() for whole in wholes]), strict=True):
         rows = part.view(plan.shape)[plan.box.offsets[0] : plan.box.offsets[0] + plan.box.sizes[0]]
         gradient.copy_(rows)

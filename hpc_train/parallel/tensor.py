@@ -23,6 +23,7 @@ from hpc_train.comm.collectives import Group, all_gather_, all_gather_tokens, al
 from hpc_train.config import ModelConfig
 from hpc_train.models.attention import AttentionPlan
 from hpc_train.models.transformer import Attention, Block, ParallelBlock, Transformer
+from hpc_train.parallel.split_backward import QueuedWeight, linear
 from hpc_train.plan.parameters import TensorSplit
 
 
@@ -65,9 +66,10 @@ class RowLinear(nn.Module):
         self.weight = _parameter(plain.weight, (plain.out_features, in_features))
         self.bias = None if plain.bias is None else _parameter(plain.bias, (plain.out_features,))
         self._group, self._by_tokens = group, by_tokens
+        self.queued: QueuedWeight | None = None
 
     def forward(self, x_BTf: torch.Tensor) -> torch.Tensor:
-        partial_BTh = F.linear(x_BTf, self.weight)
+        partial_BTh = linear(x_BTf, self.weight, None, self.queued)
         if self.is_joined:
             return partial_BTh
         y_BTh = _Leave.apply(partial_BTh, self._group, self._by_tokens)

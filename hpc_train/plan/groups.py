@@ -26,7 +26,7 @@ HDP = "hdp"
 MODEL = "model"
 """pp and tp flattened: the ranks that hold one copy of the model; norms are summed over them."""
 BACKWARD = "pp_backward"
-"""The pipeline's ranks once more: gradients travel apart from activations."""
+"""The pipeline's ranks once more: what goes to earlier stages travels apart from what goes to later ones."""
 TIED = "tied"
 """First and last stage of a pipeline, which hold a copy each of tied embeddings."""
 

@@ -188,11 +188,13 @@ def _inputs_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape) -> 
 
 
 def _messages_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape, in_flight: int) -> int:
-    """What a stage keeps to send and to receive: it lets go of what it sent at the end of the step."""
+    """What a stage keeps to send and to receive. It lets go of an activation with its backward, and of a gradient when
+    it has an activation that the receiver made behind it, of the last ones at the end of the step.
+    """
     if mesh.pp == 1:
         return 0
     count = micro_batches_of(config, mesh)
-    num_sent = count * ((not part.has_head) + (not part.has_embedding))
+    num_sent = (0 if part.has_head else in_flight) + (0 if part.has_embedding else min(in_flight + 1, count))
     # A receive is posted an action ahead, from each neighbour. What entered is kept, unless a norm keeps that very one.
     num_received = (not part.has_head) + (not part.has_embedding)
     is_copied = (

@@ -17,7 +17,7 @@ model_chunks. Its list of actions is executed in order, by these rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -147,6 +147,14 @@ class Schedule:
         """Stage and model_chunk of each global chunk."""
         return places_of(self.chunks)
 
+    @cached_property
+    def sends_over(self) -> tuple[Mapping[Action, tuple[Action, ...]], ...]:
+        """For each stage and each of its F and B that need a message: which of its sends are over when that has come.
+
+        Those whose receiver used them before it made the message. A send is named once at most, the last ones never.
+        """
+        return _sends_over(self)
+
 
 def places_of(chunks: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Stage and model_chunk of each global chunk, from the global chunks of each stage."""
@@ -163,6 +171,25 @@ def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> in
         chunk = chunks[stage][action.model_chunk] + 1
         return chunk if chunk < sum(map(len, chunks)) else None
     return None
+
+
+def _sends_over(schedule: Schedule) -> tuple[dict[Action, tuple[Action, ...]], ...]:
+    found: list[dict[Action, tuple[Action, ...]]] = [{} for _ in schedule.actions]
+    for peer, actions in enumerate(schedule.actions):
+        used: list[list[Action]] = [[] for _ in schedule.actions]
+        for action in actions:
+            source = source_of(action, peer, schedule.chunks)
+            if source is not None:
+                stage, own = schedule.places[source]
+                payload = Payload.ACTIVATION if action.op is Op.F else Payload.GRADIENT
+                used[stage].append(Action(Op.SEND, action.micro_batch, own, peer, payload))
+            if action.op is Op.SEND and action.peer is not None:
+                made = schedule.chunks[peer][action.model_chunk]
+                op, chunk = (Op.F, made + 1) if action.payload is Payload.ACTIVATION else (Op.B, made - 1)
+                stage, own = schedule.places[chunk]
+                found[stage][Action(op, action.micro_batch, own)] = tuple(used[stage])
+                used[stage] = []
+    return tuple(found)
 
 
 def add_transfers(

@@ -12,6 +12,7 @@ backwards, and for (p - 1)(F + B - W) / v with split ones where the three take e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from hpc_train.errors import ConfigError
@@ -20,8 +21,9 @@ from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
 Kind = Literal["1f1b", "zero_bubble"]
 
 
+@lru_cache(maxsize=8)
 def plan_schedule(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """The plan that `parallel.schedule` names.
+    """The plan that `parallel.schedule` names. Steps have mostly the same one, so some are remembered.
 
     Raises:
         ConfigError: fewer micro-batches than stages, with what would work.
@@ -93,6 +95,7 @@ def plan_zero_bubble(
     return _plan(num_stages, num_micro_batches, virtual_stages, eager, split=True)
 
 
+@lru_cache(maxsize=8)
 def plan_forward_only(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Every micro-batch forward through the stages, for an evaluation; any number of them."""
     forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)

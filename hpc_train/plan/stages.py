@@ -56,14 +56,25 @@ def model_costs(
 
 
 def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] = "none") -> tuple[range, ...]:
-    """The layers of each stage of a run: parallel.layers_per_stage if given, else split by modelled cost.
+    """The layers of each stage of a run, or of each virtual stage: pp * virtual_stages of them, in the model's order.
+
+    As parallel.layers_per_stage says if given, else split by modelled cost.
 
     Raises:
         ConfigError: more stages than layers, or layers_per_stage that do not add up to model.num_layers.
     """
     model, parallel = config.model, config.parallel
+    if parallel.virtual_stages > 1 and parallel.pp * parallel.virtual_stages > model.num_layers:
+        works = model.num_layers // parallel.pp
+        advice = f"Use virtual_stages={works}" if works else f"Use pp={model.num_layers} or less with virtual_stages=1"
+        raise ConfigError(
+            f"parallel.virtual_stages={parallel.virtual_stages} on parallel.pp={parallel.pp} stages needs "
+            f"{parallel.pp * parallel.virtual_stages} layers, one for each, and model.num_layers={model.num_layers}. "
+            f"{advice}, or more layers."
+        )
     costs = model_costs(model, config.data.seq_len, config.train.micro_batch_size, recompute)
-    by_cost = split_layers(costs.layers, costs.embedding, costs.head_and_loss, parallel.pp)
+    num_stages = parallel.pp * parallel.virtual_stages
+    by_cost = split_layers(costs.layers, costs.embedding, costs.head_and_loss, num_stages)
     if parallel.layers_per_stage is None:
         return by_cost
     if sum(parallel.layers_per_stage) != model.num_layers:
@@ -76,7 +87,9 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
 
 
 def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:
-    """What each stage of a mesh holds, also of one with another pp than the configuration's.
+    """What each (virtual) stage of a mesh holds, also of one with another pp than the configuration's.
+
+    Stage s of the mesh has those with numbers s, pp + s, and so on.
 
     Raises:
         ConfigError: more stages than layers, or layers_per_stage that do not add up to model.num_layers.
@@ -85,7 +98,7 @@ def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:
         parallel = config.parallel.model_copy(update={"pp": mesh.pp, "layers_per_stage": None})
         config = config.model_copy(update={"parallel": parallel})
     stages = plan_stages(config, config.train.recompute)
-    return tuple(ModelPart(layers, stage == 0, stage == mesh.pp - 1) for stage, layers in enumerate(stages))
+    return tuple(ModelPart(layers, stage == 0, stage == len(stages) - 1) for stage, layers in enumerate(stages))
 
 
 def split_layers(costs: Sequence[int], first_extra: int, last_extra: int, num_stages: int) -> tuple[range, ...]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from hpc_train.comm.groups import build_groups
+from hpc_train.comm.groups import Groups, build_groups
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.loader import Loader
 from hpc_train.errors import HpcTrainError
 from hpc_train.log import say
+from hpc_train.models.transformer import Transformer
 from hpc_train.parallel.apply import build_part, set_initial_weights, set_recomputation
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.split_backward import WeightQueue, queue_weights
 from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart, TensorSplit, num_parameters
-from hpc_train.plan.stages import plan_stages
+from hpc_train.plan.stages import stage_parts
 from hpc_train.train.loop import Run
 from hpc_train.train.metrics import Metrics
 from hpc_train.train.optimizer import ShardedAdamW
@@ -47,41 +49,54 @@ def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World) -> Run:
 
 
 def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype | None = None) -> Trainer:
-    """This rank's part of the model, its sharded parameters and optimizer, and its place in the pipeline.
+    """This rank's model_chunks, their sharded parameters and optimizer, and its place in the pipeline.
 
     dtype: of the parameters; None for what train.precision says.
     """
     dtype = dtype or _DTYPES[config.train.precision]
-    stages = plan_stages(config, config.train.recompute)
+    parts = stage_parts(config, mesh)
     groups = build_groups(world, training_plan(mesh, with_tied=config.model.tied_embeddings))
-    coords = groups.coords
-    stage = coords["pp"]
-    part = ModelPart(stages[stage], stage == 0, stage == mesh.pp - 1)
-    split = TensorSplit(mesh.tp, coords["tp"], config.parallel.sequence_parallel)
-    model, plans = build_part(config.model, config.data.seq_len, part, split, groups.along("tp"), world.device)
-    set_recomputation(model, config.train.recompute)
-    set_initial_weights(model, plans, config.train.seed)
-    say(f"this rank: {_place(coords, part, mesh)}")
-    parameters = ShardedParameters(model, groups.along("dp"), dtype, plans)
-    gc.collect()  # the tensors that the flat buffer replaced
+    own = parts[groups.coords["pp"] :: mesh.pp]
+    say(f"this rank: {_place(groups.coords, own, mesh)}")
+    chunks = [_build_chunk(config, part, groups, world, dtype) for part in own]
+    models, parameters = [model for model, _ in chunks], tuple(sharded for _, sharded in chunks)
+    queues = None
+    if config.parallel.schedule == "zero_bubble":
+        queues = [WeightQueue(sharded.gradient_of) for sharded in parameters]
+        for model, queue in zip(models, queues, strict=True):
+            queue_weights(model, queue)
     return Trainer(
-        Pipeline([model], groups.along("pp"), groups.along(BACKWARD), dtype),
+        Pipeline(models, groups.along("pp"), groups.along(BACKWARD), dtype, queues),
         parameters,
         ShardedAdamW(parameters, config.optimizer),
         groups,
         config.optimizer.clip_grad_norm,
         world.device,
+        schedule=config.parallel.schedule,
         seed=config.train.seed,
         dropout=config.model.dropout,
     )
 
 
-def _place(coords: Mapping[str, int], part: ModelPart, mesh: Mesh) -> str:
+def _build_chunk(
+    config: Config, part: ModelPart, groups: Groups, world: World, dtype: torch.dtype
+) -> tuple[Transformer, ShardedParameters]:
+    """One model_chunk with its first weights, and its parameters in flat buffers."""
+    split = TensorSplit(groups.mesh.tp, groups.coords["tp"], config.parallel.sequence_parallel)
+    model, plans = build_part(config.model, config.data.seq_len, part, split, groups.along("tp"), world.device)
+    set_recomputation(model, config.train.recompute)
+    set_initial_weights(model, plans, config.train.seed)
+    sharded = ShardedParameters(model, groups.along("dp"), dtype, plans)
+    gc.collect()  # the tensors that the flat buffer replaced
+    return model, sharded
+
+
+def _place(coords: Mapping[str, int], parts: Sequence[ModelPart], mesh: Mesh) -> str:
     """In words for the log: which place of each axis, and which layers."""
     axes = ", ".join(f"{axis} {place} of {getattr(mesh, axis)}" for axis, place in coords.items())
-    ends = [name for name, is_here in (("embedding", part.has_embedding), ("head", part.has_head)) if is_here]
-    layers = f"layers {part.layers.start} to {part.layers.stop - 1}"
-    return f"{axes}; {', '.join([layers, *ends])}"
+    layers = " and ".join(f"{part.layers.start} to {part.layers.stop - 1}" for part in parts)
+    has = {"embedding": parts[0].has_embedding, "head": parts[-1].has_head}
+    return f"{axes}; {', '.join([f'layers {layers}', *(name for name, is_here in has.items() if is_here)])}"
 
 
 def _open_data(config: Config, mesh: Mesh, world: World) -> Loader:

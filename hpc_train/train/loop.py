@@ -124,7 +124,7 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.skipped_steps = int(loaded.values["skipped_steps"])
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
     changes = run.loader.restore(loaded.values["loader"])
-    run.trainer.parameters.publish_parameters()
+    run.trainer.publish_parameters()
     if run.world.rank == 0:
         say(f"resumed from {loaded.path} at step {loaded.step}")
         for change in changes:
@@ -138,7 +138,7 @@ def begin_from(run: Run, source: str) -> None:
 
     spec = ModelSpec(run.config.model, run.config.data.seq_len)
     path = load_weights(source, state_pieces(run.trainer), spec, run.world)
-    run.trainer.parameters.publish_parameters()
+    run.trainer.publish_parameters()
     if run.world.rank == 0:
         say(f"begins with the weights of {path}")
 

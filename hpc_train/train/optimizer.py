@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -25,10 +26,10 @@ def learning_rate(step: int, config: OptimizerConfig, num_steps: int) -> float:
 
 
 class ShardedAdamW:
-    """AdamW whose moments exist for this rank's shard only; weight decay on parameters with two and more dims.
+    """AdamW whose moments exist for this rank's shards only; weight decay on parameters with two and more dims.
 
-    moments: by name ("exp_avg", "exp_avg_sq"), each (shard,), fp32. num_updates: steps taken, which the bias
-    correction depends on.
+    moments: by name ("exp_avg", "exp_avg_sq"), of each model_chunk, (shard,), fp32. num_updates: steps taken, which the
+    bias correction depends on.
 
     Calls torch's fused kernel itself: creating a torch.optim.AdamW imports torch._dynamo, which takes 2.4 s and
     817 modules at each start (measured with torch 2.13). A test holds the two against each other.
@@ -36,17 +37,20 @@ class ShardedAdamW:
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR'19.
     """
 
-    def __init__(self, parameters: ShardedParameters, config: OptimizerConfig) -> None:
-        master, gradient = parameters.master_shard, parameters.gradient_shard
-        self.moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    def __init__(self, chunks: Sequence[ShardedParameters], config: OptimizerConfig) -> None:
+        """chunks: the parameters of each model_chunk."""
+        self.moments = {
+            name: tuple(torch.zeros_like(chunk.master_shard) for chunk in chunks) for name in ("exp_avg", "exp_avg_sq")
+        }
         self._config = config
-        self._counter = torch.zeros((), dtype=torch.float32, device=master.device)
-        split = parameters.num_decayed_in_shard()
-        self._ranges = [
-            (decay, [part[start:stop] for part in (master, gradient, *self.moments.values())])
-            for start, stop, decay in ((0, split, config.weight_decay), (split, master.numel(), 0.0))
-            if start < stop
-        ]
+        self._counter = torch.zeros((), dtype=torch.float32, device=chunks[0].master_shard.device)
+        self._ranges: list[tuple[float, list[torch.Tensor]]] = []
+        for chunk, *moments in zip(chunks, *self.moments.values(), strict=True):
+            flat = (chunk.master_shard, chunk.gradient_shard, *moments)
+            split = chunk.num_decayed_in_shard()
+            for start, stop, decay in ((0, split, config.weight_decay), (split, len(flat[0]), 0.0)):
+                if start < stop:
+                    self._ranges.append((decay, [part[start:stop] for part in flat]))
 
     @property
     def num_updates(self) -> int:
@@ -58,7 +62,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the master shard from the gradient shard, which must hold the final, scaled gradients."""
+        """Update the master shards from the gradient shards, which must hold the final, scaled gradients."""
         config = self._config
         self._counter += 1
         for weight_decay, (master, gradient, exp_avg, exp_avg_sq) in self._ranges:

@@ -9,25 +9,27 @@ from hpc_train.train.step import Trainer
 
 
 def state_pieces(trainer: Trainer, *, counted: bool = False) -> list[StatePiece]:
-    """Views of this rank's shard of weights and moments, as boxes of the global parameters.
+    """Views of this rank's shards of weights and moments, as boxes of the global parameters.
 
     counted: only what this rank stores, since several ranks may hold the same. Weights are stored as the fp32 values
     that the optimizer updates, under `model.<name>`.
     """
-    parameters = trainer.parameters
-    first, _ = parameters.layout.shard_range(parameters.group.group_rank)
-    buffers = {"model": trainer.parameters.master_shard}
-    buffers |= {f"optimizer.{name}": moment for name, moment in trainer.optimizer.moments.items()}
-    return [
-        StatePiece(
-            name=f"{prefix}.{piece.name}",
-            shape=piece.shape,
-            box=piece.box,
-            data=buffer[piece.start - first : piece.start - first + piece.box.num_elements],
-        )
-        for piece in parameters.pieces(counted=counted)
-        for prefix, buffer in buffers.items()
-    ]
+    pieces = []
+    for index, parameters in enumerate(trainer.parameters):
+        first, _ = parameters.layout.shard_range(parameters.group.group_rank)
+        buffers = {"model": parameters.master_shard}
+        buffers |= {f"optimizer.{name}": moments[index] for name, moments in trainer.optimizer.moments.items()}
+        pieces += [
+            StatePiece(
+                name=f"{prefix}.{piece.name}",
+                shape=piece.shape,
+                box=piece.box,
+                data=buffer[piece.start - first : piece.start - first + piece.box.num_elements],
+            )
+            for piece in parameters.pieces(counted=counted)
+            for prefix, buffer in buffers.items()
+        ]
+    return pieces
 
 
 def state_bytes(trainer: Trainer, num_parameters: int) -> int:

@@ -23,7 +23,7 @@ from hpc_train.models.transformer import Inputs
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.replicated import sum_replicated_gradients
-from hpc_train.plan.schedule_orders import plan_1f1b, plan_forward_only
+from hpc_train.plan.schedule_orders import Kind, plan_forward_only, plan_schedule
 from hpc_train.train.optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
@@ -56,15 +56,17 @@ def _never() -> bool:
 class Trainer:
     """The parts of a training state that a step changes, and how this rank works with the others.
 
-    seed, dropout: what is dropped out is a function of the seed and the step's number.
+    parameters: of each model_chunk. schedule: the kind of the pipeline's plan. seed, dropout: what is dropped out is a
+    function of the seed and the step's number.
     """
 
     pipeline: Pipeline
-    parameters: ShardedParameters
+    parameters: tuple[ShardedParameters, ...]
     optimizer: ShardedAdamW
     groups: Groups
     clip_grad_norm: float | None
     device: torch.device
+    schedule: Kind = "1f1b"
     seed: int = 0
     dropout: float = 0.0
 
@@ -76,10 +78,12 @@ class Trainer:
         number: the step's, from 1. stop_wanted is asked once, late in the step.
         """
         batches = list(micro_batches)
-        self.parameters.zero_gradients()
-        losses = self.pipeline.run(plan_1f1b(self._num_stages, len(batches)), self._inputs(batches, number))
+        for chunk in self.parameters:
+            chunk.zero_gradients()
+        schedule = plan_schedule(self.schedule, self._num_stages, len(batches), len(self.parameters))
+        losses = self.pipeline.run(schedule, self._inputs(batches, number))
         sum_replicated_gradients(self.parameters, self.groups)
-        shard = self.parameters.reduce_gradients()
+        shards = [chunk.reduce_gradients() for chunk in self.parameters]
         square = self._sum_of_squares()
         loss_sum, tokens, supervised = self._counts(losses, batches)
         loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
@@ -88,11 +92,17 @@ class Trainer:
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
         grad_norm = math.sqrt(square) / supervised if supervised else 0.0
         if not skipped:
-            shard.mul_(self._gradient_scale(grad_norm) / supervised)
+            for shard in shards:
+                shard.mul_(self._gradient_scale(grad_norm) / supervised)
             self.optimizer.step(lr)
-            self.parameters.publish_parameters()
+            self.publish_parameters()
         loss = loss_sum / supervised if supervised else 0.0
         return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
+
+    def publish_parameters(self) -> None:
+        """Give the updated shards to every rank's model. Collective over the dp group."""
+        for chunk in self.parameters:
+            chunk.publish_parameters()
 
     @torch.no_grad()
     def evaluate(self, steps: Iterable[Iterable[Batch]]) -> float:
@@ -100,7 +110,7 @@ class Trainer:
         loss_sum, num_supervised = 0.0, 0.0
         for micro_batches in steps:
             batches = list(micro_batches)
-            schedule = plan_forward_only(self._num_stages, len(batches))
+            schedule = plan_forward_only(self._num_stages, len(batches), len(self.parameters))
             losses = self.pipeline.run(schedule, self._inputs(batches, None))
             own_loss, _, own_supervised = self._counts(losses, batches)
             loss_sum, num_supervised = loss_sum + own_loss, num_supervised + own_supervised
@@ -138,8 +148,12 @@ class Trainer:
 
     def _sum_of_squares(self) -> float:
         """Of the gradients that this rank counts: norms of pieces in fp32, added in double."""
-        ranges = self.parameters.counted_ranges()
-        pieces = [piece for start, stop in ranges for piece in self.parameters.gradients[start:stop].split(_NORM_PIECE)]
+        pieces = [
+            piece
+            for chunk in self.parameters
+            for start, stop in chunk.counted_ranges()
+            for piece in chunk.gradients[start:stop].split(_NORM_PIECE)
+        ]
         if not pieces:
             return 0.0
         # As exact as double throughout to 1e-7, without its conversion.

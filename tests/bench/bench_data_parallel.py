@@ -53,7 +53,7 @@ def _ours(me: TestRank) -> Peer:
         "optimizer": {"lr": 1e-4},
     }
     trainer = build_trainer(build_config(tree, "bench"), Mesh.fill(me.world_size), make_world(me))
-    moments = trainer.optimizer.moments.values()
+    moments = [moment for of_chunks in trainer.optimizer.moments.values() for moment in of_chunks]
     return Peer(
         lambda batches: trainer.step(1, batches, 1e-4).loss,
         lambda: sum(moment.untyped_storage().nbytes() for moment in moments),

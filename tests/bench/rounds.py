@@ -47,7 +47,7 @@ def our_trainer(me: TestRank, parallel: Mapping[str, object]) -> Any:
 
 def our_peer(trainer: Any) -> Peer:
     steps = iter(range(1, 1 << 30))
-    moments = trainer.optimizer.moments.values()
+    moments = [moment for of_chunks in trainer.optimizer.moments.values() for moment in of_chunks]
     return Peer(
         lambda batches: trainer.step(next(steps), batches, 1e-4).loss,
         lambda: sum(moment.untyped_storage().nbytes() for moment in moments),
@@ -65,14 +65,16 @@ def torch_optimizer(parameters: Sequence[Any]) -> Any:
     return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
-def batches_of(num_sequences: int, micro_batch_size: int, share: slice = slice(None)) -> list[Any]:
+def batches_of(
+    num_sequences: int, micro_batch_size: int, share: slice = slice(None), vocab_size: int = VOCAB
+) -> list[Any]:
     """A step's micro-batches: of all its sequences, or of a rank's share of them."""
     import torch
 
     from hpc_train.data.loader import Batch
 
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCAB, (num_sequences, SEQ_LEN + 1), generator=generator)[share]
+    tokens = torch.randint(0, vocab_size, (num_sequences, SEQ_LEN + 1), generator=generator)[share]
     batches = []
     for start in range(0, len(tokens), micro_batch_size):
         part = tokens[start : start + micro_batch_size]

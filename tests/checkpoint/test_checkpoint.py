@@ -38,7 +38,7 @@ def _train_and_save(me, root, saves, dtype=torch.float32, last=4):
         if stop in saves:
             values = {"num_updates": trainer.optimizer.num_updates}
             save_checkpoint(Path(root), stop, state_pieces(trainer), values, world, keep=0)
-    return losses, trainer.parameters.parameters
+    return losses, trainer.parameters[0].parameters
 
 
 def _resume(me, root, dtype=torch.float32, last=4):
@@ -47,8 +47,8 @@ def _resume(me, root, dtype=torch.float32, last=4):
     if loaded is None:
         return None
     trainer.optimizer.num_updates = loaded.values["num_updates"]
-    trainer.parameters.publish_parameters()
-    return loaded.step, _steps(me, trainer, loaded.step + 1, last), trainer.parameters.parameters
+    trainer.publish_parameters()
+    return loaded.step, _steps(me, trainer, loaded.step + 1, last), trainer.parameters[0].parameters
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
@@ -76,7 +76,7 @@ def test_torch_reads_what_we_wrote(tmp_path):
     dcp_to_torch_save(path, tmp_path / "single.pt")
     whole = torch.load(tmp_path / "single.pt", weights_only=True)
     trainer = make_trainer(_Alone(), make_config(TREES["llama"]))
-    by_place = {p.name: weights[p.start : p.stop].view(p.shape) for p in trainer.parameters.layout.parameters}
+    by_place = {p.name: weights[p.start : p.stop].view(p.shape) for p in trainer.parameters[0].layout.parameters}
     state = {f"model.{name}": torch.empty_like(tensor) for name, tensor in by_place.items()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     found = _flatten(whole)

@@ -38,7 +38,7 @@ from tests.worlds import make_world
 def _save(me, root, family):
     trainer, world = make_trainer(me, make_config(TREES[family])), make_world(me)
     save_checkpoint(Path(root), 3, state_pieces(trainer), {}, world, keep=0)
-    layout, flat = trainer.parameters.layout, trainer.parameters.parameters
+    layout, flat = trainer.parameters[0].layout, trainer.parameters[0].parameters
     return {place.name: flat[place.start : place.stop].view(place.shape) for place in layout.parameters}
 
 

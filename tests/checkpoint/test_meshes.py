@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CASES = [
     Case(2, 1, 2, "llama-gqa", sequence_parallel=True, tied=True, dropout=0.1),
     Case(1, 2, 2, "gpt", recompute="full", dropout=0.1),
     Case(2, 2, 1, "gpt", tied=True, uneven=True),
+    Case(2, 2, 1, "gpt", tied=True, dropout=0.1, schedule=("zero_bubble", 2)),
 ]
 
 
@@ -34,20 +36,20 @@ def _train(me: TestRank, case: Case, root: str, last: int, dtype: torch.dtype = 
     if loaded is not None:
         first = loaded.step
         trainer.optimizer.num_updates = loaded.step
-        trainer.parameters.publish_parameters()
+        trainer.publish_parameters()
     losses = []
     for step in range(first + 1, last + 1):
         result = trainer.step(step, share_of(trainer, batches_of(step, case.num_sequences)), lr=1e-2)
         losses.append((result.loss, result.grad_norm))
     if last > first:
         save_checkpoint(Path(root), last, state_pieces(trainer, counted=True), {}, world, keep=0)
-    return {"losses": losses, "weights": trainer.parameters.parameters, "first": first}
+    return {"losses": losses, "weights": torch.cat([chunk.parameters for chunk in trainer.parameters]), "first": first}
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(CASES[0], torch.bfloat16), (CASES[1], torch.float32), (CASES[2], torch.float32)],
-    ids=["pp-tp-bf16", "dp-tp", "pp-dp"],
+    [(CASES[0], torch.bfloat16), (CASES[1], torch.float32), (CASES[2], torch.float32), (CASES[3], torch.bfloat16)],
+    ids=["pp-tp-bf16", "dp-tp", "pp-dp", "virtual-bf16"],
 )
 def test_the_same_mesh_resumes_to_the_bit(tmp_path: Path, case: Case, dtype: torch.dtype) -> None:
     """FC-91: what is dropped out as well."""
@@ -79,8 +81,9 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_with_on_another(tmp_path: Path) -> 
     case = CASES[0]
     run_ranks(_train, 4, case, str(tmp_path), 2)
     others = [Case(1, 2, 1, case.model, tied=True, dropout=0.1), case.reference()]
+    others.append(replace(case, tp=1, sequence_parallel=False, schedule=("1f1b", 2)))
     continued = [run_ranks(_train, other.world_size, other, str(tmp_path), 2)[0] for other in others]
-    assert [result["first"] for result in continued] == [2, 2]
+    assert [result["first"] for result in continued] == [2, 2, 2]
     after = run_ranks(_train, 4, case, str(tmp_path), 3)[0]["losses"]
     (tmp_path / "step_0000003").rename(tmp_path.parent / "set-aside")
     (tmp_path / "latest").unlink()
@@ -89,5 +92,5 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_with_on_another(tmp_path: Path) -> 
         assert loss == pytest.approx(after[0][0], rel=1e-5)
         assert norm == pytest.approx(after[0][1], rel=1e-4)
         for path in tmp_path.glob("step_0000003"):
-            path.rename(tmp_path.parent / f"set-aside-{other.dp}")
+            path.rename(tmp_path.parent / f"set-aside-{other.pp}-{other.dp}")
         (tmp_path / "latest").unlink(missing_ok=True)

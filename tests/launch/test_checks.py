@@ -50,3 +50,23 @@ def test_each_differing_leaf_is_named_once_with_both_values() -> None:
     old = {"a": {"b": 1, "c": 2}, "d": [1]}
     new = {"a": {"b": 1, "c": 3}, "d": [2], "e": None}
     assert list(differing_keys(old, new)) == ["a.c: 2 -> 3", "d: [1] -> [2]"]
+
+
+def test_virtual_stages_without_layers_and_too_few_micro_batches_are_refused_with_what_works(tmp_path: Path) -> None:
+    def check(pp: int, **parallel: object) -> None:
+        config = small_config(tmp_path, model={"num_layers": 6}, parallel={"pp": pp, **parallel})
+        check_before_start(config, Mesh(pp=pp, dp=1, cp=1, tp=1))
+
+    check(2, virtual_stages=3)
+    check(2, virtual_stages=3, schedule="zero_bubble")
+    with pytest.raises(
+        ConfigError, match=r"virtual_stages=4 on parallel.pp=2 .* needs 8 layers.* Use virtual_stages=3"
+    ):
+        check(2, virtual_stages=4)
+    with pytest.raises(ConfigError, match=r"Use pp=6 or less with virtual_stages=1"):
+        check(8, virtual_stages=2)
+    few = small_config(
+        tmp_path, model={"num_layers": 6}, train={"global_batch_size": 3}, parallel={"pp": 4, "schedule": "zero_bubble"}
+    )
+    with pytest.raises(ConfigError, match=r"has 3 micro-batches a step; .* at least 4. Use parallel.pp=3 or less"):
+        check_before_start(few, Mesh(pp=4, dp=1, cp=1, tp=1))

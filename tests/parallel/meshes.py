@@ -33,12 +33,16 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.2),
     "block": ("serial", "parallel"),
     "window": ("full", "all", "mixed"),
+    "schedule": (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One mesh with one choice of each option; options that a mesh does not have are at their first value."""
+    """One mesh with one choice of each option; options that a mesh does not have are at their first value.
+
+    schedule: parallel.schedule and parallel.virtual_stages.
+    """
 
     pp: int
     dp: int
@@ -51,6 +55,7 @@ class Case:
     dropout: float = 0.0
     block: str = "serial"
     window: str = "full"
+    schedule: tuple[str, int] = ("1f1b", 1)
     num_sequences: int = 8
     num_layers: int = 4
 
@@ -88,8 +93,12 @@ def normalised(case: Case) -> Case:
         changes["sequence_parallel"] = False
     if case.pp == 1 or case.pp >= 4:
         changes["uneven"] = False
-    changes["num_layers"] = max(4, case.pp)
-    changes["num_sequences"] = case.world_size if case.world_size > 2 else 4
+    virtual = case.schedule[1]
+    if case.pp == 1:
+        changes["schedule"] = ("1f1b", virtual)
+    changes["num_layers"] = max(4, case.pp * virtual + (case.uneven and virtual > 1))
+    # Virtual stages get a number of micro-batches that the stages do not divide.
+    changes["num_sequences"] = (case.world_size if case.world_size > 2 else 4) + (case.dp if virtual > 1 else 0)
     return Case(**{**vars(case), **changes})
 
 
@@ -157,10 +166,12 @@ def config_of(case: Case) -> Config:
     layers = case.num_layers
     parallel: dict[str, object] = {
         "pp": case.pp, "dp": case.dp, "tp": case.tp, "sequence_parallel": case.sequence_parallel,
+        "schedule": case.schedule[0], "virtual_stages": case.schedule[1],
     }  # fmt: skip
     if case.uneven:
         # The first stage has all that the others can spare.
-        parallel["layers_per_stage"] = [layers - (case.pp - 1), *[1] * (case.pp - 1)]
+        others = case.pp * case.schedule[1] - 1
+        parallel["layers_per_stage"] = [layers - others, *[1] * others]
     windows = {"full": None, "all": 7, "mixed": ([None, 5, 11] * layers)[:layers]}
     model = {
         **MODELS[case.model], "num_layers": layers, "hidden_size": 48, "num_heads": 24, "tied_embeddings": case.tied,
@@ -220,11 +231,11 @@ def _train(me: TestRank, case: Case, num_steps: int, dtype: torch.dtype, exact: 
 
 def _counted_gradients(trainer: Trainer) -> Gradients:
     found = []
-    flat = trainer.parameters.gradients
-    for piece in trainer.parameters.pieces(counted=True):
-        values = flat[piece.start : piece.start + piece.box.num_elements].view(piece.box.sizes).clone().numpy()
-        box = tuple(slice(low, low + size) for low, size in zip(piece.box.offsets, piece.box.sizes, strict=True))
-        found.append((piece.name, piece.shape, box, values))
+    for chunk in trainer.parameters:
+        for piece in chunk.pieces(counted=True):
+            part = chunk.gradients[piece.start : piece.start + piece.box.num_elements]
+            box = tuple(slice(low, low + size) for low, size in zip(piece.box.offsets, piece.box.sizes, strict=True))
+            found.append((piece.name, piece.shape, box, part.view(piece.box.sizes).clone().numpy()))
     return found
 
 

@@ -27,7 +27,13 @@ from tests.ranks import run_ranks
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 # Three of the nine meshes of 6 ranks here, one for each pair of axes, and all of them in the long test.
 MESHES = [mesh for size in WORLD_SIZES if size != 6 for mesh in meshes_of(size)] + [(1, 2, 3), (3, 2, 1), (2, 1, 3)]
-CASES = covering(MESHES, seed=1)
+CASES = [
+    *covering(MESHES, seed=1),
+    # Zero bubble with virtual stages, which have everything in common with one or the other.
+    normalised(
+        Case(2, 1, 2, "llama-gqa", "full", sequence_parallel=True, tied=True, dropout=0.2, schedule=("zero_bubble", 2))
+    ),
+]
 
 
 def _of_sizes(*long_sizes: int) -> list[Any]:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.check_schedule import check_schedule
-from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, add_transfers
+from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, add_transfers, source_of
 from hpc_train.plan.schedule_orders import plan_1f1b
 from hpc_train.plan.simulate import even_costs, simulate
-from tests.plan.drawn_schedules import orders_of_work
+from tests.plan.drawn_schedules import orders_of_work, sound_schedules
 from tests.plan.hand_schedules import is_sound, parse
 
 pipelines = st.integers(1, 6).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(stages, stages + 6)))
@@ -113,3 +113,28 @@ def test_a_schedule_has_a_list_for_each_stage():
 def test_an_action_has_what_its_op_needs_and_no_more(fields):
     with pytest.raises(ValueError, match="need"):
         Action(**fields)
+
+
+@given(sound_schedules())
+def test_a_send_is_over_where_the_answer_s_maker_has_used_it_and_named_once(schedule):
+    for stage, actions in enumerate(schedule.actions):
+        named = [send for sends in schedule.sends_over[stage].values() for send in sends]
+        assert len(named) == len(set(named))
+        assert set(named) <= {action for action in actions if action.op is Op.SEND}
+        for action, sends in schedule.sends_over[stage].items():
+            # The message that the action waits for was made behind all that used these sends.
+            source = source_of(action, stage, schedule.chunks)
+            peer, there = schedule.places[source]
+            made = schedule.actions[peer].index(Action(action.op, action.micro_batch, there))
+            for send in sends:
+                chunk = schedule.chunks[stage][send.model_chunk] + (1 if send.payload is Payload.ACTIVATION else -1)
+                op = Op.F if send.payload is Payload.ACTIVATION else Op.B
+                assert schedule.actions[peer].index(Action(op, send.micro_batch, schedule.places[chunk][1])) <= made
+                assert actions.index(send) < actions.index(action)
+
+
+def test_of_1f1b_all_but_the_last_sends_are_let_go_in_the_step():
+    schedule = plan_1f1b(3, 8)
+    sends = [action for action in schedule.actions[1] if action.op is Op.SEND]
+    over = [send for found in schedule.sends_over[1].values() for send in found]
+    assert set(sends) - set(over) == set(parse("sg5>0 sg6>0 sg7>0"))

@@ -124,3 +124,23 @@ def test_layers_per_stage_need_a_number_for_each_stage():
         _config(layers_per_stage=[3, 2])
     with pytest.raises(ConfigError, match="layers_per_stage"):
         _config(layers_per_stage=[0])
+
+
+def test_virtual_stages_have_a_range_each_in_the_model_s_order():
+    ranges = plan_stages(_config(pp=2, virtual_stages=2))
+    assert [layer for part in ranges for layer in part] == list(range(5))
+    assert len(ranges) == 4
+    # The head counts, so the last chunk has no more layers than another.
+    assert len(ranges[-1]) == 1
+    assert plan_stages(_config(pp=2, virtual_stages=2, layers_per_stage=[1, 1, 2, 1]))[2] == range(2, 4)
+    with pytest.raises(
+        ConfigError, match=r"virtual_stages=3 on parallel.pp=2 .* needs 6 layers.* Use virtual_stages=2"
+    ):
+        plan_stages(_config(pp=2, virtual_stages=3))
+    with pytest.raises(ConfigError, match=r"has 2 numbers and parallel.pp=2 stages of parallel.virtual_stages=2 each"):
+        _config(pp=2, virtual_stages=2, layers_per_stage=[3, 2])
+
+
+def test_zero_bubble_without_a_pipeline_is_refused():
+    with pytest.raises(ConfigError, match="schedule=zero_bubble has no effect with pp=1"):
+        _config(schedule="zero_bubble")

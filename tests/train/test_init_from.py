@@ -26,9 +26,9 @@ from tests.worlds import make_world
 def _load(me, source, family):
     trainer, spec = make_trainer(me, make_config(TREES[family])), ModelSpec(MODELS[family], SEQ_LEN)
     load_weights(source, state_pieces(trainer), spec, make_world(me))
-    trainer.parameters.publish_parameters()
-    layout, flat = trainer.parameters.layout, trainer.parameters.parameters
-    moments = [float(moment.abs().sum()) for moment in trainer.optimizer.moments.values()]
+    trainer.publish_parameters()
+    layout, flat = trainer.parameters[0].layout, trainer.parameters[0].parameters
+    moments = [float(moment.abs().sum()) for (moment,) in trainer.optimizer.moments.values()]
     return {place.name: flat[place.start : place.stop].view(place.shape) for place in layout.parameters}, moments
 
 

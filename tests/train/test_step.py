@@ -88,14 +88,14 @@ def _train_with_bad_steps(me):
                 trainer.pipeline.chunks[0].norm.weight.fill_(math.nan)
         if step == 3:
             batches = [dataclasses.replace(b, labels=torch.full_like(b.labels, -100)) for b in batches]
-        before = trainer.parameters.parameters.clone()
+        before = trainer.parameters[0].parameters.clone()
         results.append(trainer.step(step, batches, lr=1e-2))
         if step == 2 and me.rank == 1:
             with torch.no_grad():
                 trainer.pipeline.chunks[0].norm.weight.copy_(keep)
-        changed = not torch.equal(before, trainer.parameters.parameters)
+        changed = not torch.equal(before, trainer.parameters[0].parameters)
         assert step == 2 or changed != results[-1].skipped
-    return [(r.loss, r.skipped, r.num_supervised) for r in results], trainer.parameters.parameters
+    return [(r.loss, r.skipped, r.num_supervised) for r in results], trainer.parameters[0].parameters
 
 
 def test_a_step_with_nan_or_without_labels_is_skipped_on_all_ranks_alike():
@@ -131,7 +131,7 @@ def test_optimizer_memory_is_shared_out_over_ranks():
 
 def _moment_bytes(me):
     trainer = make_trainer(me, make_config(TREES["llama"]))
-    return sum(moment.untyped_storage().nbytes() for moment in trainer.optimizer.moments.values())
+    return sum(moment.untyped_storage().nbytes() for (moment,) in trainer.optimizer.moments.values())
 
 
 def test_learning_rate_warms_up_then_falls_along_a_cosine():
