@@ -13,9 +13,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import ProcessFacts, own_process
 from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
+from hpc_train.comm.layout import Layout, keep_order, plan_layout
 from hpc_train.comm.mpi import check_pmi, check_world, library_version, load_mpi
 from hpc_train.comm.world import World
 from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
@@ -34,6 +36,9 @@ from hpc_train.plan.run import Plan
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
+
+# About what `import torch` takes on an idle machine (measured: 2 s), during which no rank was seen inside MPI_Init.
+_LEAVE_MPI_INIT_S = 2.0
 
 Source = Literal["auto", "mpi", "env", "single"]
 
@@ -55,6 +60,7 @@ def bootstrap(
     source: Source = "auto",
     *,
     plan: Plan | None = None,
+    layout: Layout | None = None,
     rendezvous: Rendezvous | None = None,
     device: Literal["auto", "cpu"] = "auto",
 ) -> World:
@@ -65,12 +71,17 @@ def bootstrap(
             "single" (this process alone, on purpose), or "auto": torchrun's variables if they are complete,
             else MPI if a launcher started this process; otherwise refused.
         plan: who is which rank; the hash is compared over all ranks. Without one the launcher's order holds.
+        layout: the mesh; the ranks are placed on the fabric together, and `World.plan` says who became which. Under
+            torchrun's variables ranks stay as they are. Not beside `plan`.
         rendezvous: time limit and address of the meeting point; the defaults of Rendezvous if left out.
         device: "cpu" leaves GPUs alone.
 
     Raises:
         LaunchError: the sources contradict each other, MPI cannot be used, nodes cannot reach each other.
+        ConfigError: the layout does not fit the ranks or the nodes.
     """
+    if plan is not None and layout is not None:
+        raise ValueError("bootstrap takes a plan or a layout to make one of, not both")
     env = process_env()
     rendezvous = rendezvous or Rendezvous()
     process = own_process()
@@ -78,10 +89,10 @@ def bootstrap(
     chosen = _choose_source(env, process) if source == "auto" else source
     if chosen == "single":
         _refuse_other_ranks(rank_hint(env, process))
-        return _join(_Identity.single(), SingleControl(), None, rendezvous, device, "single")
+        return _bootstrap_single(plan, layout, rendezvous, device)
     if chosen == "env":
-        return _bootstrap_env(env, rendezvous, device)
-    return _bootstrap_mpi(env, process, plan, rendezvous, device)
+        return _bootstrap_env(env, layout, rendezvous, device)
+    return _bootstrap_mpi(env, process, plan or layout, rendezvous, device)
 
 
 def _leave_at_once_on_uncaught_errors(env: Mapping[str, str], process: ProcessFacts) -> None:
@@ -146,10 +157,19 @@ def _refuse_other_ranks(hint: RankHint | None) -> None:
         )
 
 
+def _bootstrap_single(
+    plan: Plan | None, layout: Layout | None, rendezvous: Rendezvous, device: Literal["auto", "cpu"]
+) -> World:
+    identity = _Identity.single()
+    if layout is not None:
+        plan = keep_order(layout, [(identity.node, 0)], 0)
+    return replace(_join(identity, SingleControl(), None, rendezvous, device, "single"), plan=plan)
+
+
 def _bootstrap_mpi(
     env: Mapping[str, str],
     process: ProcessFacts,
-    plan: Plan | None,
+    wanted: Plan | Layout | None,
     rendezvous: Rendezvous,
     device: Literal["auto", "cpu"],
 ) -> World:
@@ -158,27 +178,44 @@ def _bootstrap_mpi(
         check_pmi(env, hint)
         communicator = load_mpi()
         check_world(communicator.Get_rank(), communicator.Get_size(), hint, library_version())
-        # Before the first MPI message on purpose. In Open MPI 5.0 a message that reaches a rank which has not quite
-        # left MPI_Init is a segmentation fault (open-mpi/ompi#12495; 1 of 60 starts of 8 ranks here under load).
-        # The seconds of this import, which is needed anyway, let every rank leave it. Can go when that is mended.
-        import torch.distributed as _  # noqa: F401
-
+        _let_all_leave_mpi_init(communicator.Get_size())
         control: Control = MpiControl(communicator)
         # The plan calls a node by Slurm's name for it where Slurm named it, else by its host name.
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
-        slots = control.all_gather([node, hint.local_rank if hint else None])
+        slots = _slots(control.all_gather([node, hint.local_rank if hint else None]))
+        plan = plan_layout(control, wanted, slots, env) if isinstance(wanted, Layout) else wanted
         identity = _identify(control, slots, plan)
     ordered = communicator.Split(0, identity.rank)
     control = MpiControl(ordered)
-    return _join(identity, control, ordered, rendezvous, device, "mpi")
+    return replace(_join(identity, control, ordered, rendezvous, device, "mpi"), plan=plan)
 
 
-def _identify(control: Control, slots: list[list[Any]], plan: Plan | None) -> _Identity:
-    """Ranks of this process from all processes' (node, slot), by the plan or in the launcher's order. Collective."""
+def _let_all_leave_mpi_init(num_ranks: int) -> None:
+    """Import torch, which is needed anyway, before the first MPI message; wait as long where it is there already.
+
+    In Open MPI 5.0 a message that reaches a rank which has not quite left MPI_Init is a segmentation fault
+    (open-mpi/ompi#12495; 1 of 60 starts of 8 ranks here under load). Can go when that is mended.
+    """
+    if num_ranks > 1 and "torch.distributed" in sys.modules and "Open MPI v5.0" in library_version():
+        time.sleep(_LEAVE_MPI_INIT_S)
+    import torch.distributed as _  # noqa: F401
+
+
+def _slots(told: list[list[Any]]) -> list[tuple[str, int]]:
+    """(node, index on the node) by the launcher's rank; where the launcher does not tell the index, by that order."""
+    counts: dict[str, int] = {}
+    slots = []
+    for node, slot in told:
+        before = counts.setdefault(node, 0)
+        counts[node] += 1
+        slots.append((node, before if slot is None else slot))
+    return slots
+
+
+def _identify(control: Control, slots: list[tuple[str, int]], plan: Plan | None) -> _Identity:
+    """Ranks of this process from all processes' slots, by the plan or in the launcher's order. Collective."""
     nodes = [node for node, _ in slots]
     node, slot = slots[control.rank]
-    if slot is None:
-        slot = nodes[: control.rank].count(node)
     order = list(dict.fromkeys(nodes))
     rank, error = control.rank, None
     if plan is not None:
@@ -216,7 +253,9 @@ def _planned_rank(control: Control, plan: Plan, node: str, slot: int) -> int:
     return plan.lookup(node, slot)
 
 
-def _bootstrap_env(env: Mapping[str, str], rendezvous: Rendezvous, device: Literal["auto", "cpu"]) -> World:
+def _bootstrap_env(
+    env: Mapping[str, str], layout: Layout | None, rendezvous: Rendezvous, device: Literal["auto", "cpu"]
+) -> World:
     """From torchrun's variables; the group is made by them, and then all facts are exchanged over it."""
     import torch.distributed as dist
 
@@ -232,7 +271,14 @@ def _bootstrap_env(env: Mapping[str, str], rendezvous: Rendezvous, device: Liter
         )
     control = TorchControl(ranks.rank, ranks.world_size, chosen)
     node = socket.gethostname()
-    nodes = [item for item in control.all_gather(node)]
+    slots = [(name, index) for name, index in control.all_gather([node, ranks.local_rank])]
+    nodes = [name for name, _ in slots]
+    plan, error = None, None
+    try:
+        plan = None if layout is None else keep_order(layout, slots, ranks.rank)
+    except HpcTrainError as problem:
+        error = problem
+    control.agree(error, node)
     order = list(dict.fromkeys(nodes))
     return World(
         rank=ranks.rank,
@@ -247,6 +293,7 @@ def _bootstrap_env(env: Mapping[str, str], rendezvous: Rendezvous, device: Liter
         control=control,
         mpi=None,
         source="env",
+        plan=plan,
     )
 
 

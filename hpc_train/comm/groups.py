@@ -21,7 +21,7 @@ from hpc_train.comm import torch_groups
 from hpc_train.comm.collectives import Group, world_group
 from hpc_train.comm.world import World
 from hpc_train.errors import LaunchError
-from hpc_train.plan.groups import WORLD, GroupKind, GroupPlan
+from hpc_train.plan.groups import COMMON_KINDS, WORLD, GroupKind, GroupPlan
 from hpc_train.plan.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
@@ -93,16 +93,26 @@ class Groups:
         return DeviceMesh.from_group(handles, self.device_type, mesh=ranks, mesh_dim_names=tuple(wanted))
 
 
-def build_groups(world: World, plan: GroupPlan) -> Groups:
+def build_groups(world: World, plan: GroupPlan | None = None) -> Groups:
     """Make this rank's groups. Collective over all ranks, but each takes part in its own groups only.
 
     No barrier follows a group, and kinds of the same ranks share one: creation costs a rank what its own groups cost,
     however many there are in all. A kind in which this rank has no peers costs nothing.
 
+    Args:
+        plan: left out, the axes of the layout that bootstrap was given, with HDP and MODEL.
+
     Raises:
+        ValueError: no plan is given, and bootstrap was given no layout.
         LaunchError: the ranks hold different plans, or the plan is for another number of ranks.
         CollectiveError: peers did not come within the time limit of the group of all ranks, with their ranks.
     """
+    if plan is None:
+        if world.plan is None:
+            raise ValueError(
+                "of which mesh? Give bootstrap a layout=Layout(tp=..., pp=...), or build_groups a GroupPlan"
+            )
+        plan = GroupPlan(world.plan.mesh, COMMON_KINDS)
     prefix = _agree_on_plan(world, plan)
     whole = world_group(world.world_size, world.rank, world.backend)
     made: dict[str, Group] = {}

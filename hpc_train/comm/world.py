@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpc_train.comm.control import Control
+from hpc_train.plan.run import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,8 @@ class World:
 
     rank .. num_nodes: our numbering (the plan's), not the launcher's. device: where this rank's tensors live.
     control: JSON messages between all ranks. mpi: an MPI communicator in our rank order, or None where the
-    ranks were not started over MPI. source: "mpi", "env" or "single".
+    ranks were not started over MPI. source: "mpi", "env" or "single". plan: who is which rank, where
+    bootstrap was given one or made it of a layout.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class World:
     control: Control
     mpi: MPI.Comm | None
     source: str
+    plan: Plan | None = None
 
     def agree(self, error: BaseException | None) -> None:
         """Collective over all ranks: raise on every rank if `error` is set on any (see Control.agree)."""

@@ -57,11 +57,11 @@ def kind_of(*axes: str) -> GroupKind:
 
 AXIS_KINDS = tuple(kind_of(axis) for axis in reversed(AXES))
 """The four axes, innermost first."""
+COMMON_KINDS = (*AXIS_KINDS, GroupKind(HDP, ("dp", "cp")), GroupKind(MODEL, ("pp", "tp")))
+"""What nearly every script needs."""
 TRAINING_KINDS = (
-    *AXIS_KINDS,
+    *COMMON_KINDS,
     GroupKind(BACKWARD, ("pp",), is_apart=True),
-    GroupKind(HDP, ("dp", "cp")),
-    GroupKind(MODEL, ("pp", "tp")),
     GroupKind(TIED, ("pp",), ends_only=True),
 )
 """Every kind that training needs, in the order in which they are made."""

@@ -228,7 +228,7 @@ def test_one_splits_every_kind_off_the_group_of_all_ranks_on_nccl(monkeypatch: p
         groups = build_groups(world, GroupPlan(mesh))
         assert groups.along(TIED).handle == ("handle" if rank // 4 != 1 else None)
     assert all(calls == asked[0] for calls in asked.values())
-    assert [call["group_desc"] for call in asked[0]] == ["tp", "dp", "pp", "pp_backward", MODEL, TIED]
+    assert [call["group_desc"] for call in asked[0]] == ["tp", "dp", "pp", MODEL, "pp_backward", TIED]
     assert all(call["timeout"] == timedelta(seconds=7) for call in asked[0])
     for call in asked[0]:
         assert sorted(rank for ranks in call["split_ranks"] for rank in ranks) == list(range(mesh.world_size))
