@@ -200,12 +200,13 @@ function drawBase() {
 function drawCells(context) {
   const { rankOfCell } = view.order;
   const size = plan.cell - (plan.cell >= 5 ? 1 : 0.4);
-  const colours = Array.from({ length: degrees[view.colour] }, (_, value) => colourOf(value, degrees[view.colour]));
-  for (let cell = 0; cell < numCells; cell++) {
-    const rank = rankOfCell[cell];
-    context.fillStyle = rank < 0 ? "#d9dfe5" : colours[coordinate(rank, view.colour)];
-    context.fillRect(corners[2 * cell], corners[2 * cell + 1], size, size);
-  }
+  // Colour by colour: to change a canvas's colour costs more than to fill a square.
+  const cells = Array.from({ length: degrees[view.colour] + 1 }, () => []);
+  rankOfCell.forEach((rank, cell) => cells[rank < 0 ? 0 : coordinate(rank, view.colour) + 1].push(cell));
+  cells.forEach((some, index) => {
+    context.fillStyle = index ? colourOf(index - 1, degrees[view.colour]) : "#d9dfe5";
+    for (const cell of some) context.fillRect(corners[2 * cell], corners[2 * cell + 1], size, size);
+  });
   if (plan.cell * view.scale < 18) return;
   context.fillStyle = "#000";
   context.font = `${(plan.cell * 0.36).toFixed(1)}px system-ui, sans-serif`;
