@@ -28,10 +28,10 @@ from hpc_train.plan.seats import Edges, Seats, cost
 # docs/measurements/placement.md.
 FILLINGS_MEASURED = 1 << 16
 """Blocks filled in all while orders are compared."""
-UNITS_SEARCHED_THOROUGHLY = 512
-MOST_STARTS, SEATS_IMPROVED = 8, 2048
+HOSTS_SEARCHED_THOROUGHLY, SEATS_SEARCHED_THOROUGHLY = 512, 128
+MOST_STARTS, SEATS_IMPROVED = 6, 1024
 """Fillings that are improved: so many, fewer where their seats together would be more than this; two at least."""
-MOST_ROUNDS, PATIENCE_A_UNIT = 300, 2
+MOST_ROUNDS, PATIENCE_A_UNIT = 200, 2
 """Exchanges in a thorough search, and how many, for each unit, may pass without a better placement."""
 QUICK_PASSES, TURN_PASSES = 60, 30
 
@@ -51,7 +51,7 @@ def improve(seats: Seats, edges: Edges, seat_of_block: np.ndarray) -> np.ndarray
         found = _move_hosts(seats, edges, found)
         if seats.num_hosts < len(seats):
             found = turn_hosts(seats, edges, found, TURN_PASSES)
-            if len(seats) <= UNITS_SEARCHED_THOROUGHLY:
+            if len(seats) <= SEATS_SEARCHED_THOROUGHLY:
                 found = _move_blocks(seats, edges, found)
         if cost(seats, edges, found) == before:
             break
@@ -65,7 +65,7 @@ def _num_starts(num_seats: int) -> int:
 def _move_hosts(seats: Seats, edges: Edges, seat_of_block: np.ndarray) -> np.ndarray:
     frame = hosts_frame(seats, edges, seat_of_block)
     here = np.arange(seats.num_hosts)
-    if seats.num_hosts <= UNITS_SEARCHED_THOROUGHLY:
+    if seats.num_hosts <= HOSTS_SEARCHED_THOROUGHLY:
         spot = search_thoroughly(frame, here, MOST_ROUNDS, PATIENCE_A_UNIT * seats.num_hosts)
     else:
         spot = search_quickly(frame, here, QUICK_PASSES)
