@@ -37,7 +37,9 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
     if missing:
         raise DataError(
             "data files cannot be used (relative paths start at "
-            f"{Path.cwd()}):\n  " + "\n  ".join(missing) + "\nMake them by `hpc-train data build`"
+            f"{Path.cwd()}):\n  "
+            + "\n  ".join(missing)
+            + "\nMake them by `hpc-train data build`, or name yours: data.train.0.prefix=PREFIX"
         )
 
 

@@ -85,9 +85,15 @@ def memory_of_stage(
 
 def fullest_stage(config: Config, mesh: Mesh, *, device: Device = "cuda") -> tuple[int, MemoryEstimate]:
     """The stage whose ranks take most, and what they take; the first of several."""
+    return _fullest(config, mesh, stage_parts(config, mesh), device)
+
+
+def _fullest(
+    config: Config, mesh: Mesh, parts: Sequence[ModelPart], device: Device = "cuda"
+) -> tuple[int, MemoryEstimate]:
     _check_mesh(config, mesh)
     kinds: dict[tuple[object, ...], tuple[int, ModelPart]] = {}
-    for stage, part in enumerate(stage_parts(config, mesh)):
+    for stage, part in enumerate(parts):
         # Of stages that hold alike, the first has most micro-batches in flight.
         windows = config.model.windows[part.layers.start : part.layers.stop]
         kinds.setdefault((windows, part.has_embedding, part.has_head), (stage, part))
@@ -124,13 +130,16 @@ def nearest_mesh_that_fits(config: Config, mesh: Mesh, usable_bytes: int) -> Mes
     those that with the most data parallelism, then the smaller tp. None where none fits.
     """
     numbers = num_parameters(config.model, config.data.seq_len)
+    parts: dict[int, tuple[ModelPart, ...]] = {}
     for other in sorted(_meshes_like(mesh, max(_MAX_TP, mesh.tp)), key=lambda other: _distance(mesh, other)):
         # Some rank has at least its share of the parameters and of their gradients.
         least = numbers * (ELEMENT_BYTES[config.train.precision] + EXACT_BYTES) // (other.pp * other.tp)
         if other.pp > config.model.num_layers or least > usable_bytes:
             continue
         try:
-            if fullest_stage(config, other)[1].total <= usable_bytes:
+            if other.pp not in parts:
+                parts[other.pp] = stage_parts(config, other)
+            if _fullest(config, other, parts[other.pp])[1].total <= usable_bytes:
                 return other
         except ConfigError:
             continue  # a mesh that the model or the batch cannot be split by

@@ -6,10 +6,12 @@ loss. The slowest stage sets the pace of the pipeline, so its cost is made as sm
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
@@ -151,25 +153,26 @@ class _StageCost:
 
 def _lowest_maximum(stage_cost: _StageCost, num_stages: int) -> int:
     """The cost of the most expensive stage of the best cut."""
-    num_layers = stage_cost.num_layers
-    # best[start]: of the layers from start on, cut into the number of stages reached so far.
-    best: dict[int, int] = {start: stage_cost(start, num_layers) for start in range(num_layers)}
-    for behind in range(1, num_stages):
-        best = {
-            start: _best_first_cut(stage_cost, start, num_layers - behind, best) for start in range(num_layers - behind)
-        }
-    return best[0]
+    low, high = 0, stage_cost(0, stage_cost.num_layers)
+    while low < high:
+        middle = (low + high) // 2
+        if _fewest_stages(stage_cost, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
-def _best_first_cut(stage_cost: _StageCost, start: int, last: int, best: dict[int, int]) -> int:
-    """The lowest maximum of a stage start .. stop - 1 and of the best cut behind it, over stop up to `last`.
-
-    The one grows with stop and the other shrinks, so it lies where they cross.
-    """
-    stops = range(start + 1, last + 1)
-    crossing = bisect_left(stops, True, key=lambda stop: stage_cost(start, stop) >= best[stop])
-    near = stops[max(crossing - 1, 0) : crossing + 1]
-    return min(max(stage_cost(start, stop), best[stop]) for stop in near)
+def _fewest_stages(stage_cost: _StageCost, highest: int) -> float:
+    """Into how few stages the layers can be cut with none above `highest`: each takes all that it can."""
+    num_layers, start, count = stage_cost.num_layers, 0, 0
+    while start < num_layers:
+        stops = range(start + 1, num_layers + 1)
+        taken = bisect_right(stops, highest, key=partial(stage_cost, start))
+        if taken == 0:
+            return inf
+        start, count = start + taken, count + 1
+    return count
 
 
 def _evenest(stage_cost: _StageCost, num_stages: int, highest: int) -> list[int]:

@@ -1,0 +1,38 @@
+"""Recipes of published models: their sizes, and that they fit the machines that they are for."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.config import load_config
+from hpc_train.errors import DataError
+from hpc_train.launch.checks import check_before_start
+from hpc_train.plan.cost import flops_per_token
+from hpc_train.plan.memory import check_memory
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import num_parameters
+
+# Parameters in billions as their authors give them, and the smallest world that each should fit on GPUs of 80 GB.
+PUBLISHED = {
+    "gpt-175b": (175.0, 1024), "gpt-530b": (530.0, 2240), "llama-7b": (6.7, 16), "llama-13b": (13.0, 32),
+    "llama-30b": (32.5, 64), "llama-70b": (69.0, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_has_the_published_size_and_fits(name: str) -> None:
+    config = load_config(name)
+    billions, world_size = PUBLISHED[name]
+    assert num_parameters(config.model, config.data.seq_len) / 1e9 == pytest.approx(billions, rel=0.01)
+    mesh = Mesh.fill(world_size, pp=config.parallel.pp, tp=config.parallel.tp)
+    check_memory(config, mesh, 80 * 10**9)
+    with pytest.raises(DataError, match=r"your-corpus\.bin: no such file(\n.*)+data\.train\.0\.prefix=PREFIX"):
+        check_before_start(config, mesh)
+
+
+def test_gpt_175b_costs_what_its_published_runs_counted() -> None:
+    """Megatron-LM's rows: MFU times peak and GPUs, over tokens a second."""
+    config = load_config("gpt-175b")
+    counted = flops_per_token(config.model, config.data.seq_len)
+    assert counted == pytest.approx(0.53 * 256 * 312e12 / 39300, rel=0.004)
+    assert counted == pytest.approx(0.433 * 8192 * 312e12 / 1027900, rel=0.004)
