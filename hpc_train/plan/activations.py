@@ -34,6 +34,7 @@ attention and for each norm is assumed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,9 +142,22 @@ def block_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device
     return saved + (times * shape.stream_tokens * shape.hidden if model.dropout else 0)
 
 
-def mask_bytes(config: Config, part: ModelPart, shape: Shape) -> int:
+def queued_bytes(config: Config, part: ModelPart, shape: Shape) -> int:
+    """What one micro-batch's backward leaves in a zero-bubble schedule until its W: each linear's input and its
+    output's gradient. One input for q, k and v, and one for gate and up; in a parallel block they are the same. Where
+    the two outputs enter the stream their gradients are one tensor, unless dropped out apart.
+    """
+    model, N = config.model, shape.num_tokens
+    is_parallel = model.block == "parallel"
+    wide = (2 if model.family == "gpt" else 3) * shape.ffn + 2 * shape.query_width + 2 * shape.kv_width
+    inputs = shape.hidden * (1 if is_parallel else 2)
+    outputs = shape.hidden * (1 if is_parallel else 2)
+    return len(part.layers) * N * (wide + inputs + outputs) * shape.element_bytes
+
+
+def mask_bytes(config: Config, layers: Iterable[int], shape: Shape) -> int:
     """Masks of one micro-batch, a byte a pair of tokens, made once for all blocks that see as far, and kept."""
-    kinds = {Tiles.of(shape.seq_len, config.model.windows[layer]) for layer in part.layers}
+    kinds = {Tiles.of(shape.seq_len, config.model.windows[layer]) for layer in layers}
     num_sequences = shape.num_tokens // shape.seq_len
     pairs = [shape.seq_len**2 * shape.is_masked if t is None else t.count * t.num_queries * t.num_keys for t in kinds]
     return num_sequences * sum(pairs)

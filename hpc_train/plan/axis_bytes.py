@@ -7,8 +7,8 @@ that really went through the collectives. Left out: the five numbers that all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from hpc_train.config import Config
@@ -66,7 +66,9 @@ def axis_traffic(config: Config, mesh: Mesh) -> tuple[AxisTraffic, ...]:
     if mesh.pp > 1:
         heaviest = max(every, key=lambda sent: sent.pp_forward)
         ends = max(sent.pp_ends for sent in every)
-        found.append(AxisTraffic("pp", "line", heaviest.pp_forward, heaviest.pp_forward, ends))
+        # Where chunks go round, the last stage sends on to the first.
+        pattern: Literal["line", "wrap"] = "wrap" if config.parallel.virtual_stages > 1 and mesh.pp > 2 else "line"
+        found.append(AxisTraffic("pp", pattern, heaviest.pp_forward, heaviest.pp_forward, ends))
     for axis in ("dp", "cp", "tp"):
         if getattr(mesh, axis) > 1:
             mean = -(-sum(getattr(sent, axis) for sent in every) // len(every))
@@ -78,10 +80,12 @@ def every_rank_kind(config: Config, mesh: Mesh) -> Iterator[tuple[tuple[int, int
     """For each (stage, place on the tp axis) what a rank there sends; along dp and cp all ranks are alike."""
     check_split(config.model, mesh.tp, config.data.seq_len, is_split_by_tokens(config, mesh))
     num_micro_batches = micro_batches_of(config, mesh)
-    for stage, part in enumerate(stage_parts(config, mesh)):
+    parts = stage_parts(config, mesh)
+    for stage in range(mesh.pp):
         for tp_rank in range(mesh.tp):
             split = TensorSplit(mesh.tp, tp_rank, is_split_by_tokens(config, mesh))
-            yield (stage, tp_rank), _sent_bytes(config, mesh, part, split, num_micro_batches)
+            of_chunks = [_sent_bytes(config, mesh, part, split, num_micro_batches) for part in parts[stage :: mesh.pp]]
+            yield (stage, tp_rank), _sum(of_chunks, has_both_ends=mesh.pp == 1)
 
 
 def micro_batches_of(config: Config, mesh: Mesh) -> int:
@@ -98,6 +102,14 @@ def micro_batches_of(config: Config, mesh: Mesh) -> int:
 def is_split_by_tokens(config: Config, mesh: Mesh) -> bool:
     """Whether the residual stream is shared by sequence parallel; without tp there is nobody to share with."""
     return config.parallel.sequence_parallel and mesh.tp > 1
+
+
+def _sum(of_chunks: Sequence[SentBytes], *, has_both_ends: bool) -> SentBytes:
+    """What a rank sends for all its model_chunks. has_both_ends: messages and copies of tied embeddings stay there."""
+    totals = {field.name: sum(getattr(sent, field.name) for sent in of_chunks) for field in fields(SentBytes)}
+    if has_both_ends:
+        totals |= {"pp_forward": 0, "pp_backward": 0, "pp_ends": 0}
+    return SentBytes(**totals)
 
 
 def _sent_bytes(config: Config, mesh: Mesh, part: ModelPart, split: TensorSplit, num_micro_batches: int) -> SentBytes:

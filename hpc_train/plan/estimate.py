@@ -91,12 +91,13 @@ def stage_costs(config: Config, mesh: Mesh) -> tuple[int, ...]:
     """Floating-point operations of one micro-batch on each stage, on all its ranks, recomputation included."""
     train = config.train
     costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
-    return tuple(
+    of_parts = [
         sum(costs.layers[part.layers.start : part.layers.stop])
         + (costs.embedding if part.has_embedding else 0)
         + (costs.head_and_loss if part.has_head else 0)
         for part in stage_parts(config, mesh)
-    )
+    ]
+    return tuple(sum(of_parts[stage :: mesh.pp]) for stage in range(mesh.pp))
 
 
 def pipeline_cost(costs: Sequence[int], num_micro_batches: int, virtual_stages: int = 1) -> float:

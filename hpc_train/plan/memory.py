@@ -11,9 +11,19 @@ from dataclasses import dataclass, fields
 
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
-from hpc_train.plan.activations import Device, Shape, block_bytes, loss_bytes, mask_bytes, saved_bytes, shape_of
+from hpc_train.plan.activations import (
+    Device,
+    Shape,
+    block_bytes,
+    loss_bytes,
+    mask_bytes,
+    queued_bytes,
+    saved_bytes,
+    shape_of,
+)
 from hpc_train.plan.axis_bytes import ELEMENT_BYTES, EXACT_BYTES, is_split_by_tokens, micro_batches_of
 from hpc_train.plan.flat import FlatLayout, lay_out
+from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import (
     LocalParameter,
@@ -41,7 +51,7 @@ class MemoryEstimate:
     activations: kept by forwards for their backwards, and with full recomputation the block that is done again.
     buffers: inputs, messages between stages, what the loss and one block's backward work with, scratch of collectives.
     at_start: what the rank takes while weights are set and put into flat buffers, before there are activations.
-    in_flight: micro-batches whose activations are kept at once.
+    in_flight: micro-batches whose activations are kept at once, once for each model_chunk.
     """
 
     parameters: int
@@ -80,7 +90,7 @@ def memory_of_stage(
         ConfigError: the model or the batch cannot be split so.
     """
     _check_mesh(config, mesh)
-    return _memory_of_part(config, mesh, stage, stage_parts(config, mesh)[stage], device, is_masked)
+    return _memory_of_parts(config, mesh, stage, stage_parts(config, mesh)[stage :: mesh.pp], device, is_masked)
 
 
 def fullest_stage(config: Config, mesh: Mesh, *, device: Device = "cuda") -> tuple[int, MemoryEstimate]:
@@ -92,12 +102,17 @@ def _fullest(
     config: Config, mesh: Mesh, parts: Sequence[ModelPart], device: Device = "cuda"
 ) -> tuple[int, MemoryEstimate]:
     _check_mesh(config, mesh)
-    kinds: dict[tuple[object, ...], tuple[int, ModelPart]] = {}
-    for stage, part in enumerate(parts):
-        # Of stages that hold alike, the first has most micro-batches in flight.
-        windows = config.model.windows[part.layers.start : part.layers.stop]
-        kinds.setdefault((windows, part.has_embedding, part.has_head), (stage, part))
-    estimates = {stage: _memory_of_part(config, mesh, stage, part, device, True) for stage, part in kinds.values()}
+    kinds: dict[tuple[object, ...], int] = {}
+    for stage in range(mesh.pp):
+        # Of stages that hold alike, the first has most micro-batches in flight; but W comes later on later ones.
+        held = [
+            (config.model.windows[part.layers.start : part.layers.stop], part.has_embedding, part.has_head)
+            for part in parts[stage :: mesh.pp]
+        ]
+        kinds.setdefault((*held, stage if config.parallel.schedule == "zero_bubble" else 0), stage)
+    estimates = {
+        stage: _memory_of_parts(config, mesh, stage, parts[stage :: mesh.pp], device, True) for stage in kinds.values()
+    }
     stage = max(estimates, key=lambda index: (estimates[index].total, -index))
     return stage, estimates[stage]
 
@@ -151,49 +166,72 @@ def _check_mesh(config: Config, mesh: Mesh) -> None:
     check_micro_batches(mesh.pp, micro_batches_of(config, mesh))
 
 
-def _memory_of_part(
-    config: Config, mesh: Mesh, stage: int, part: ModelPart, device: Device, is_masked: bool
+def _memory_of_parts(
+    config: Config, mesh: Mesh, stage: int, parts: Sequence[ModelPart], device: Device, is_masked: bool
 ) -> MemoryEstimate:
-    in_flight = min(mesh.pp - stage, micro_batches_of(config, mesh))
     splits = [TensorSplit(mesh.tp, tp_rank, is_split_by_tokens(config, mesh)) for tp_rank in range(mesh.tp)]
     # Shares of the vocabulary grow towards the last; only unevenly shared heads can make another one fuller.
     chosen = splits if splits[0].shares_kv_heads(config.model) else splits[-1:]
-    ranks = (_memory_of_rank(config, mesh, part, split, in_flight, device, is_masked) for split in chosen)
+    ranks = (_memory_of_rank(config, mesh, stage, parts, split, device, is_masked) for split in chosen)
     return max(ranks, key=lambda estimate: estimate.total)
 
 
 def _memory_of_rank(
-    config: Config, mesh: Mesh, part: ModelPart, split: TensorSplit, in_flight: int, device: Device, is_masked: bool
+    config: Config,
+    mesh: Mesh,
+    stage: int,
+    parts: Sequence[ModelPart],
+    split: TensorSplit,
+    device: Device,
+    is_masked: bool,
 ) -> MemoryEstimate:
-    plans = plan_parameters(config.model, config.data.seq_len, part, split)
-    layout = lay_out([(plan.local_name, plan.box.sizes) for plan in plans], mesh.dp * mesh.cp)
+    of_parts = [plan_parameters(config.model, config.data.seq_len, part, split) for part in parts]
+    plans = [plan for of_part in of_parts for plan in of_part]
+    layouts = [
+        lay_out([(plan.local_name, plan.box.sizes) for plan in of_part], mesh.dp * mesh.cp) for of_part in of_parts
+    ]
     shape = shape_of(config, mesh, split, is_masked)
+    found = most_in_flight(
+        config.parallel.schedule,
+        mesh.pp,
+        micro_batches_of(config, mesh),
+        stage,
+        [saved_bytes(config, part, split, shape, device) for part in parts],
+        [queued_bytes(config, part, shape) for part in parts],
+    )
     width = ELEMENT_BYTES[config.train.precision]
     # In fp32 the master weights are the parameters themselves.
     states = _MOMENTS + (1 if width < EXACT_BYTES else 0)
-    activations = in_flight * saved_bytes(config, part, split, shape, device)
+    activations = found.num_bytes
     if config.train.recompute == "full":
-        activations += max(block_bytes(config, split, shape, device, layer) for layer in part.layers)
-    kept = _inputs_bytes(config, mesh, part, shape) + _messages_bytes(config, mesh, part, shape, in_flight)
+        layers = [layer for part in parts for layer in part.layers]
+        activations += max(block_bytes(config, split, shape, device, layer) for layer in layers)
+    kept = _inputs_bytes(config, mesh, parts, shape)
+    kept += sum(
+        _messages_bytes(config, mesh, part, shape, count) for part, count in zip(parts, found.forwarded, strict=True)
+    )
     if device == "cpu":
-        kept += _gloo_bytes(mesh, layout)
-    working = _working_bytes(config, part, split, shape, layout)
+        kept += max(_gloo_bytes(mesh, layout) for layout in layouts)
+    working = max(
+        _working_bytes(config, part, split, shape, layout) for part, layout in zip(parts, layouts, strict=True)
+    )
     summing = _summing_bytes(plans, split.tp) - activations
     return MemoryEstimate(
-        parameters=layout.padded_elements * width,
-        gradients=layout.padded_elements * EXACT_BYTES,
-        optimizer=layout.shard_elements * EXACT_BYTES * states,
+        parameters=sum(layout.padded_elements for layout in layouts) * width,
+        gradients=sum(layout.padded_elements for layout in layouts) * EXACT_BYTES,
+        optimizer=sum(layout.shard_elements for layout in layouts) * EXACT_BYTES * states,
         activations=activations,
         buffers=kept + max(working, summing),
-        at_start=_start_bytes(plans, layout, width),
-        in_flight=in_flight,
+        at_start=_start_bytes(of_parts, layouts, width),
+        in_flight=sum(found.forwarded) + sum(found.queued),
     )
 
 
-def _inputs_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape) -> int:
+def _inputs_bytes(config: Config, mesh: Mesh, parts: Sequence[ModelPart], shape: Shape) -> int:
     """Token ids, labels, positions and documents of all micro-batches of the step, 8 bytes each, and their masks."""
     numbers = (4 if shape.is_masked else 3) * 8 * shape.num_tokens
-    return micro_batches_of(config, mesh) * (numbers + mask_bytes(config, part, shape))
+    layers = [layer for part in parts for layer in part.layers]
+    return micro_batches_of(config, mesh) * (numbers + mask_bytes(config, layers, shape))
 
 
 def _messages_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape, in_flight: int) -> int:
@@ -247,7 +285,17 @@ def _gloo_bytes(mesh: Mesh, layout: FlatLayout) -> int:
     return (mesh.dp * mesh.cp - 1) * min(layout.shard_elements * EXACT_BYTES, _GLOO_PIECE_BYTES)
 
 
-def _start_bytes(plans: Sequence[LocalParameter], layout: FlatLayout, width: int) -> int:
+def _start_bytes(of_parts: Sequence[Sequence[LocalParameter]], layouts: Sequence[FlatLayout], width: int) -> int:
+    """The peak while one model_chunk after the other is built; those before it have their buffers."""
+    peak = built = 0
+    for plans, layout in zip(of_parts, layouts, strict=True):
+        peak = max(peak, built + _chunk_start_bytes(plans, layout, width))
+        built += layout.padded_elements * (width + EXACT_BYTES)
+        built += layout.shard_elements * EXACT_BYTES if width < EXACT_BYTES else 0
+    return peak
+
+
+def _chunk_start_bytes(plans: Sequence[LocalParameter], layout: FlatLayout, width: int) -> int:
     """While the model's tensors move into flat buffers: they, gradients and fp32 weights are there at once, and in bf16
     the model's buffer too. Before that, each whole parameter once, of which a part is taken.
     """

@@ -119,18 +119,33 @@ def _plan(num_stages: int, num_micro_batches: int, virtual_stages: int, eager: b
     check_micro_batches(num_stages, num_micro_batches)
     if virtual_stages < 1:
         raise ConfigError(f"parallel.virtual_stages={virtual_stages} leaves a stage without layers; give 1 or more")
+    compute = [
+        _stage_work(num_stages, num_micro_batches, virtual_stages, stage, eager=eager, split=split)
+        for stage in range(num_stages)
+    ]
+    chunks = chunks_of_stages(num_stages, virtual_stages)
+    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+
+
+def stage_work(
+    kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int
+) -> Sequence[Action]:
+    """F, B and W of one stage of what `plan_schedule` plans, for as many micro-batches as it needs or more."""
+    split = kind == "zero_bubble"
+    return _stage_work(num_stages, num_micro_batches, virtual_stages, stage, eager=False, split=split)
+
+
+def _stage_work(
+    num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int, *, eager: bool, split: bool
+) -> Sequence[Action]:
     forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)
     backwards = _in_groups(Op.B, num_stages, num_micro_batches, virtual_stages)
     # The first micro-batch's last chunk comes behind a whole group's other chunks.
     first_round = (virtual_stages - 1) * _group_sizes(num_stages, num_micro_batches)[0]
     for_each_stage_after = 2 if eager or virtual_stages > 1 else 1
-    compute = []
-    for stage in range(num_stages):
-        ahead = first_round + for_each_stage_after * (num_stages - 1 - stage)
-        work = _in_turn(forwards, backwards, min(ahead, len(forwards)))
-        compute.append(_with_weights(work, backwards, stage) if split else work)
-    chunks = chunks_of_stages(num_stages, virtual_stages)
-    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+    ahead = first_round + for_each_stage_after * (num_stages - 1 - stage)
+    work = _in_turn(forwards, backwards, min(ahead, len(forwards)))
+    return _with_weights(work, backwards, stage) if split else work
 
 
 def _group_sizes(num_stages: int, num_micro_batches: int) -> list[int]:
