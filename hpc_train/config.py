@@ -202,9 +202,9 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and cosine decay, clipped by the global norm."""
+    """AdamW or LAMB with linear warm-up and cosine decay, clipped by the global norm."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lamb"] = "adamw"
     lr: Annotated[float, Field(gt=0)]
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 0

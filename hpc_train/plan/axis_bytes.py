@@ -2,7 +2,8 @@
 
 What is counted is what the ranks' code sends: gradients in fp32 and parameters in their own type over dp, activations
 and their gradients of each micro-batch over pp, the exchanges of each layer over tp. A test holds it against the bytes
-that really went through the collectives. Left out: the five numbers that all ranks sum at a step end, and evaluations.
+that really went through the collectives. Left out: the five numbers that all ranks sum at a step end, LAMB's two
+numbers a matrix, and evaluations.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.split_backward import WeightQueue, queue_weights
 from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.parameters import ModelPart, TensorSplit, num_parameters
+from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters
 from hpc_train.plan.stages import stage_parts
+from hpc_train.train.lamb import ShardedLamb
 from hpc_train.train.loop import Run
 from hpc_train.train.metrics import Metrics
-from hpc_train.train.optimizer import ShardedAdamW
+from hpc_train.train.optimizer import ShardedAdamW, ShardedOptimizer
 from hpc_train.train.peak import world_peak_flops
 from hpc_train.train.step import Trainer
 
@@ -68,7 +69,7 @@ def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype |
     return Trainer(
         Pipeline(models, groups.along("pp"), groups.along(BACKWARD), dtype, queues),
         parameters,
-        ShardedAdamW(parameters, config.optimizer),
+        _optimizer(parameters, config, groups),
         groups,
         config.optimizer.clip_grad_norm,
         world.device,
@@ -89,6 +90,14 @@ def _build_chunk(
     sharded = ShardedParameters(model, groups.along("dp"), dtype, plans)
     gc.collect()  # the tensors that the flat buffer replaced
     return model, sharded
+
+
+def _optimizer(chunks: Sequence[ShardedParameters], config: Config, groups: Groups) -> ShardedOptimizer:
+    if config.optimizer.name == "adamw":
+        return ShardedAdamW(chunks, config.optimizer)
+    whole = plan_parameters(config.model, config.data.seq_len, ModelPart.whole(config.model), UNSPLIT)
+    matrices = [plan.name for plan in whole if len(plan.shape) >= 2]
+    return ShardedLamb(chunks, config.optimizer, matrices, groups.world)
 
 
 def _place(coords: Mapping[str, int], parts: Sequence[ModelPart], mesh: Mesh) -> str:

@@ -24,13 +24,10 @@ from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.replicated import sum_replicated_gradients
 from hpc_train.plan.schedule_orders import Kind, plan_forward_only, plan_schedule
-from hpc_train.train.optimizer import ShardedAdamW
+from hpc_train.train.optimizer import NORM_PIECE, ShardedOptimizer
 
 if TYPE_CHECKING:
     from hpc_train.data.loader import Batch
-
-# Elements whose squares are added in fp32 (derived: rounding errors of 16384 terms in 8 lanes stay near 1e-6).
-_NORM_PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Trainer:
 
     pipeline: Pipeline
     parameters: tuple[ShardedParameters, ...]
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
     groups: Groups
     clip_grad_norm: float | None
     device: torch.device
@@ -152,7 +149,7 @@ class Trainer:
             piece
             for chunk in self.parameters
             for start, stop in chunk.counted_ranges()
-            for piece in chunk.gradients[start:stop].split(_NORM_PIECE)
+            for piece in chunk.gradients[start:stop].split(NORM_PIECE)
         ]
         if not pieces:
             return 0.0

@@ -21,7 +21,7 @@ from tests.worlds import make_world
 
 CASES = [
     Case(2, 1, 2, "llama-gqa", sequence_parallel=True, tied=True, dropout=0.1),
-    Case(1, 2, 2, "gpt", recompute="full", dropout=0.1),
+    Case(1, 2, 2, "gpt", recompute="full", dropout=0.1, optimizer="lamb"),
     Case(2, 2, 1, "gpt", tied=True, uneven=True),
     Case(2, 2, 1, "gpt", tied=True, dropout=0.1, schedule=("zero_bubble", 2)),
 ]

@@ -34,6 +34,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "block": ("serial", "parallel"),
     "window": ("full", "all", "mixed"),
     "schedule": (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)),
+    "optimizer": ("adamw", "lamb"),
 }
 
 
@@ -56,6 +57,7 @@ class Case:
     block: str = "serial"
     window: str = "full"
     schedule: tuple[str, int] = ("1f1b", 1)
+    optimizer: str = "adamw"
     num_sequences: int = 8
     num_layers: int = 4
 
@@ -74,6 +76,7 @@ class Case:
             dropout=self.dropout,
             block=self.block,
             window=self.window,
+            optimizer=self.optimizer,
             num_sequences=self.num_sequences,
             num_layers=self.num_layers,
         )
@@ -177,7 +180,14 @@ def config_of(case: Case) -> Config:
         **MODELS[case.model], "num_layers": layers, "hidden_size": 48, "num_heads": 24, "tied_embeddings": case.tied,
         "dropout": case.dropout, "init_std": 0.2, "block": case.block, "attention_window": windows[case.window],
     }  # fmt: skip
-    return make_config(model, parallel, seq_len=SEQ_LEN, recompute=case.recompute, global_batch_size=case.num_sequences)
+    return make_config(
+        model,
+        parallel,
+        {"name": case.optimizer},
+        seq_len=SEQ_LEN,
+        recompute=case.recompute,
+        global_batch_size=case.num_sequences,
+    )
 
 
 def batches_of(step: int, num_sequences: int) -> list[TestBatch]:

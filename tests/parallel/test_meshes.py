@@ -86,6 +86,7 @@ ONE_EACH = [
             dropout=0.1 * (index % 2),
             block=FACTORS["block"][index % 2],
             window=FACTORS["window"][index // 3 % 3],
+            optimizer=FACTORS["optimizer"][index // 2 % 2],
         )
     )
     for index, mesh in enumerate(MESHES)

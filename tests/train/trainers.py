@@ -64,6 +64,7 @@ def _model(tree: Mapping[str, object]) -> ModelConfig:
 def make_config(
     model: Mapping[str, object],
     parallel: Mapping[str, object] | None = None,
+    optimizer: Mapping[str, object] | None = None,
     *,
     seq_len: int = SEQ_LEN,
     **train: object,
@@ -75,7 +76,7 @@ def make_config(
         "parallel": dict(parallel or {}),
         "data": {"seq_len": seq_len, "train": [{"prefix": "none"}]},
         "train": {"steps": 10, "global_batch_size": 24, "seed": 7, **train},
-        "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5},
+        "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5, **(optimizer or {})},
     }
     return build_config(tree, "test")
 
