@@ -55,7 +55,7 @@ def fill_order(mesh: Mesh, pieces: Sequence[Piece], *, is_snake: bool = False, h
             turns = sum((place[outer.axis] // outer.step % outer.extent for outer in others), np.zeros_like(digit))
             digit = np.where(turns % 2 == 0, digit, -digit)
         keys.append(digit)
-    return np.lexsort(keys)
+    return np.lexsort(keys) if keys else np.arange(len(place["dp"]))
 
 
 def _cut_at_hosts(pieces: Sequence[Piece], host_size: int) -> tuple[list[Piece], list[Piece]]:

@@ -68,8 +68,11 @@ def place(
     axes = _axes_of_order(order, mesh)
     if order == SLURM_ORDER or fabric is None:
         by_slurm = slurm_placement(mesh, allocation, exclude)
-        notes = () if order == SLURM_ORDER else (f"no fabric is known, so ranks are in Slurm's order, not in {order}",)
-        return replace(by_slurm, notes=notes)
+        notes = [] if order == SLURM_ORDER else [f"no fabric is known, so ranks are in Slurm's order, not in {order}"]
+        torn = np.count_nonzero(~_is_whole(by_slurm, fabric))
+        if torn:
+            notes.append(f"{torn} of {mesh.world_size // mesh.tp} tp groups are spread over several nodes")
+        return replace(by_slurm, notes=tuple(notes))
     seats = find_seats(mesh, allocation, fabric, exclude)
     if axes is not None:
         return _seated(mesh, allocation, seats, _by_axes(mesh, axes), order)
@@ -79,7 +82,7 @@ def place(
         found += [_by_axes(mesh, known) for known in KNOWN_ORDERS]
     planned = [_seated(mesh, allocation, seats, seat_of_block, order) for seat_of_block in found]
     by_slurm = slurm_placement(mesh, allocation, exclude)
-    if _stays_in_hosts(by_slurm, fabric):
+    if _is_whole(by_slurm, fabric).all():
         note = "Slurm's order is left alone: nothing was found that sends less over the switches"
         planned.insert(0, replace(by_slurm, order=order, notes=(*seats.notes, note)))
     return min(planned, key=lambda placement: _key(placement, fabric, traffic))
@@ -118,11 +121,13 @@ def _seated(mesh: Mesh, allocation: Allocation, seats: Seats, seat_of_block: np.
     return make_placement(mesh, allocation.nodes, node, gpu, order, tuple(notes))
 
 
-def _stays_in_hosts(placement: Placement, fabric: Fabric) -> bool:
-    """Whether each tp group is inside one node or NVLink domain."""
-    domains = [fabric.nodes[node].nvlink_domain or f"node {node}" for node in placement.nodes]
-    number = np.unique(domains, return_inverse=True)[1][placement.node_of_rank].reshape(-1, placement.mesh.tp)
-    return bool((number == number[:, :1]).all())
+def _is_whole(placement: Placement, fabric: Fabric | None) -> np.ndarray:
+    """For each tp group whether it is inside one node or NVLink domain."""
+    known = {} if fabric is None else fabric.nodes
+    domain = {name: known[name].nvlink_domain if name in known else None for name in placement.nodes}
+    names = [f"node {name}" if domain[name] is None else f"domain {domain[name]}" for name in placement.nodes]
+    number = np.unique(names, return_inverse=True)[1][placement.node_of_rank].reshape(-1, placement.mesh.tp)
+    return (number == number[:, :1]).all(axis=1)
 
 
 def _key(placement: Placement, fabric: Fabric, traffic: Sequence[AxisTraffic]) -> tuple[int, float, int]:

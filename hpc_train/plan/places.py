@@ -63,11 +63,11 @@ def find_places(fabric: Fabric, nodes: Sequence[str], num_gpus: Sequence[int]) -
     cut: list[str] = []
     for index, (name, count) in enumerate(zip(nodes, num_gpus, strict=True)):
         node = fabric.nodes[name]
-        kind = (node.leaves, node.rail_of_gpu, count)
+        kind = (node.leaves, node.rail_of_gpu, node.down_rails, count)
         if kind not in known:
             known[kind] = _rails_and_leaves(node, count, leaf_number, fabric.source)
         rail[index, :count], leaf[index, :count] = known[kind]
-        if None in node.leaves:
+        if None in node.leaves or node.down_rails:
             cut.append(name)
     domains: dict[str, int] = {}
     domain = [domains.setdefault(_domain_name(fabric.nodes[name]), len(domains)) for name in nodes]
@@ -94,19 +94,17 @@ def _rails_and_leaves(
             f"{count} ranks run on {node.name}, but the fabric from {source} knows the rails of {known} GPUs there"
         )
     rails = [node.rail(gpu) for gpu in range(count)]
-    if len(node.leaves) == 1:
-        leaves: list[str | None] = [node.leaves[0]] * count
-    else:
-        working = [rail for rail, leaf in enumerate(node.leaves) if leaf is not None]
-        missing = [rail for rail in rails if rail >= len(node.leaves)]
-        if missing:
-            raise ConfigError(
-                f"a GPU of {node.name} takes rail {missing[0]}, but the fabric from {source} has only the rails "
-                f"0 to {len(node.leaves) - 1} there; it has to say the rail of each GPU"
-            )
-        if working:
-            rails = [min(working, key=lambda other: (abs(other - rail), other)) for rail in rails]
-        leaves = [node.leaves[rail] for rail in rails]
+    of_node = sorted({*rails}) if node.is_leaf_set else range(len(node.leaves))
+    missing = [rail for rail in rails if rail not in of_node]
+    if missing:
+        raise ConfigError(
+            f"a GPU of {node.name} takes rail {missing[0]}, but the fabric from {source} has only the rails "
+            f"0 to {len(node.leaves) - 1} there; it has to say the rail of each GPU"
+        )
+    working = [rail for rail in of_node if node.leaf(rail) is not None]
+    if working:
+        rails = [min(working, key=lambda other: (abs(other - rail), other)) for rail in rails]
+    leaves = [node.leaf(rail) for rail in rails]
     unknown = [leaf for leaf in leaves if leaf is not None and leaf not in leaf_number]
     if unknown:
         raise ConfigError(f"{node.name} hangs on {unknown[0]}, which is not among the leaves of {source}")

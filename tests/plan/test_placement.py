@@ -177,12 +177,20 @@ def test_without_a_fabric_it_is_slurm_s_order_and_said() -> None:
     found = place(Mesh(pp=1, dp=2, cp=1, tp=4), make_allocation(["b", "a"], 4), None, TRAFFIC)
     assert (found.nodes, found.order) == (("b", "a"), "slurm")
     assert any("no fabric is known" in note for note in found.notes)
+    assert not any("tp groups" in note for note in found.notes)
+    torn = place(Mesh(pp=1, dp=2, cp=1, tp=3), make_allocation(["b", "a"], [4, 2]), None, TRAFFIC)
+    assert "1 of 2 tp groups are spread over several nodes" in torn.notes
 
 
 @pytest.mark.parametrize("order", ["tp,dp", "dp,tp,pp", "tp,tp,pp,dp", "tp,ep,dp,pp", "fast"])
 def test_an_order_that_is_none_is_refused(order: str) -> None:
     with pytest.raises(ConfigError, match="is not an order of the axes"):
         place(Mesh(pp=2, dp=2, cp=1, tp=2), make_allocation(["n0"]), make_fabric([[1]]), TRAFFIC, order)
+
+
+def test_a_single_tp_group_takes_a_place() -> None:
+    found = place(Mesh(pp=1, dp=1, cp=1, tp=2), make_allocation(["n1"], 3), make_fabric([[1, 1]]), TRAFFIC)
+    check(found, {"n1": 3})
 
 
 def test_a_fabric_without_an_allocated_node_is_refused() -> None:

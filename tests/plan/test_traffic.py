@@ -93,12 +93,16 @@ def test_the_busiest_uplink_is_the_one_that_takes_longest_and_says_how_long() ->
 
 
 def test_ranks_without_a_working_link_of_their_rail_use_the_nearest_rail_and_pay_the_spine() -> None:
-    fabric = make_fabric([[2]], rails=4)
-    broken = FabricNode("n1", ("p0l0r0", None, "p0l0r2", "p0l0r3"))
-    fabric = replace(fabric, nodes={**fabric.nodes, "n1": broken})
     placement = slurm_placement(Mesh(pp=1, dp=2, cp=1, tp=4), make_allocation(["n0", "n1"], 4))
-    assert measure_traffic(placement, fabric, [RING]).bytes_by_tier == {"node": 0, "leaf": 600, "spine": 200, "core": 0}
-    assert any("links are down on n1" in note for note in route(placement, fabric, [RING]).places.notes)
+    for rails, broken in (
+        (4, FabricNode("n1", ("p0l0r0", None, "p0l0r2", "p0l0r3"))),
+        (None, FabricNode("n1", ("p0l0",), down_rails=(1,))),
+    ):
+        fabric = make_fabric([[2]], rails=rails)
+        fabric = replace(fabric, nodes={**fabric.nodes, "n1": broken})
+        by_tier = measure_traffic(placement, fabric, [RING]).bytes_by_tier
+        assert by_tier == {"node": 0, "leaf": 600, "spine": 200, "core": 0}
+        assert any("links are down on n1" in note for note in route(placement, fabric, [RING]).places.notes)
     fabric = replace(fabric, nodes={**fabric.nodes, "n1": FabricNode("n1", (None,) * 4)})
     with pytest.raises(ConfigError, match=r"no link of node n1 works.*fabric\.exclude=n1"):
         measure_traffic(placement, fabric, [RING])
