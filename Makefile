@@ -3,6 +3,8 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 PYTEST_ARGS ?=
+# Most tests wait for processes of theirs; two workers keep two cores busy. A file's tests stay together.
+PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 TEST_EXTRAS = test,report,local
 
 .DEFAULT_GOAL := help
@@ -29,10 +31,10 @@ demo:
 	bash env/demo.sh --venv $(VENV)
 
 test: test-setup lint
-	$(PYTHON) -m pytest -m 'not long' $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m 'not long' $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-long: test-setup lint
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTHON) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-setup
 test-setup:

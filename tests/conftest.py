@@ -10,8 +10,9 @@ import importlib.util
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hypothesis
@@ -147,6 +148,17 @@ class _Session:
         self.first_seen: dict[int, str] = {}
         self.leaked: list[str] = []
 
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Take in what the session of a worker kept, as plain values."""
+        for kind, seconds in other["seconds"].items():
+            self.seconds[kind] += seconds
+        self.tests.update(other["tests"])
+        self.skips.update(other["skips"])
+        self.leaked += other["leaked"]
+
+    def plain(self) -> dict[str, Any]:
+        return {name: dict(getattr(self, name)) for name in ("seconds", "tests", "skips")} | {"leaked": self.leaked}
+
     def look_for_processes(self, test: str) -> None:
         for pid in processes.descendants(os.getpid()):
             self.first_seen.setdefault(pid, test)
@@ -162,6 +174,24 @@ def pytest_configure(config: pytest.Config) -> None:
     processes.adopt_orphans()
     # A time limit from outside ends us with TERM: leave as on Ctrl-C, so that fixtures are torn down.
     signal.signal(signal.SIGTERM, _interrupt)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests may take longest go first, so that no worker is left alone with one of them at the end."""
+    longest: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest[item.path], float(limit.args[0]) if limit else 0.0)
+    items.sort(key=lambda item: -longest[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist has ended: its part of the summary comes to ours."""
+    kept = getattr(node, "workeroutput", {}).get("hpc_train")
+    if kept is not None:
+        node.config.stash[_SESSION].add(kept)
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
@@ -229,6 +259,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         state.leaked.append(f"{line} (first seen after {test})")
     if state.leaked and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["hpc_train"] = state.plain()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

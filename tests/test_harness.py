@@ -143,7 +143,7 @@ def test_run_tree_gives_output_and_exit_code() -> None:
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def _run_pytest(tmp_path: Path, test: str, **env: str) -> subprocess.CompletedProcess[str]:
+def _run_pytest(tmp_path: Path, test: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "conftest.py").write_text(
         "from tests.conftest import *\n"
         "SERVICES['hdfs'] = lambda: 'none on the moon'\n"
@@ -151,8 +151,9 @@ def _run_pytest(tmp_path: Path, test: str, **env: str) -> subprocess.CompletedPr
     )
     (tmp_path / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(_ROOT / "pyproject.toml")]
-    command += ["--rootdir", str(tmp_path), str(tmp_path / "test_it.py")]
-    clean = {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_REQUIRE"}
+    command += ["--rootdir", str(tmp_path), str(tmp_path / "test_it.py"), *options]
+    ours = ("HPC_TRAIN_REQUIRE", "PYTEST_XDIST_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return run_tree(command, env={**clean, "PYTHONPATH": str(_ROOT), **env}, timeout_s=60, cwd=tmp_path)
 
 
@@ -209,6 +210,16 @@ def test_a_process_left_behind_is_killed_and_fails_the_session(tmp_path: Path) -
     assert "2 passed" in done.stdout
     assert "sleep 987 (first seen after test_it.py::test_leaks)" in done.stdout
     assert not _alive(int((tmp_path / "pid").read_text()))
+
+
+def test_workers_bring_their_part_of_the_summary_and_what_they_left_behind(tmp_path: Path) -> None:
+    test = _LEAKS + "def test_skipped():\n    import pytest\n    pytest.skip('not today')\n"
+    done = _run_pytest(tmp_path, test, "-n", "2")
+    assert done.returncode == 1, done.stdout
+    assert "2 passed, 1 skipped" in done.stdout
+    assert "sleep 987 (first seen after test_it.py::test_leaks)" in done.stdout
+    assert any(line.endswith("3 tests  pure") for line in done.stdout.splitlines())
+    assert "    1  not today" in done.stdout
 
 
 def test_when_the_session_is_terminated_fixtures_and_processes_end(tmp_path: Path) -> None:
