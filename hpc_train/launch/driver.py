@@ -47,6 +47,7 @@ from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
 from hpc_train.launch.site import Site, choose_launcher, with_options
 from hpc_train.launch.stage_env import stage_for_ranks
 from hpc_train.launch.stop_times import stop_signal_of, stop_variables
+from hpc_train.plan.nccl_settings import NcclSetting
 from hpc_train.plan.page import page_html
 from hpc_train.plan.report import PlanReport, report_plan
 from hpc_train.plan.run import Plan, RankFacts, world_mesh
@@ -171,7 +172,8 @@ def _prepare(
     wrap, mpi = config.launch.wrap, request.mpi or config.launch.mpi
     site = choose_launcher(env, found, job, allocation, mpi=mpi, is_wrapped=bool(wrap))
     launcher = with_options(site.launcher, config.launch.srun_options)
-    rank_env, lines = rank_environment(env, config, site, claim, attempt)
+    wanted = report.nccl if any(allocation.gpus_per_node) else ()
+    rank_env, lines = rank_environment(env, config, site, claim, attempt, wanted)
     job_log.say(describe_allocation(allocation))
     job_log.say(f"plan {plan.hash[:12]}: {plan.world_size} ranks, {plan.mesh.describe()}")
     job_log.say(summary_line(report))
@@ -277,13 +279,19 @@ def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> All
 
 
 def rank_environment(
-    env: Mapping[str, str], config: Config, site: Site, claim: run_folder.Claim, attempt: int
+    env: Mapping[str, str],
+    config: Config,
+    site: Site,
+    claim: run_folder.Claim,
+    attempt: int,
+    nccl: Sequence[NcclSetting] = (),
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The ranks' environment: ours, with what they need where it is unset; and a line for each such variable."""
     threads = config.launch.num_threads or site.cpus_per_rank
     defaults = {
         **training_defaults(None, num_threads=threads, trace_dir=None),
         **site.defaults,
+        **{setting.name: setting.value for setting in nccl},
         **config.launch.env,
     }
     filled, lines = fill_unset(env, defaults)

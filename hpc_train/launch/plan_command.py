@@ -43,7 +43,7 @@ def plan_command(options: Namespace) -> int:
         log.say(f"written: {options.html}", sys.stderr)
     if options.json:
         print((report.plan.with_groups() if options.groups else report.plan).to_json(), end="")
-        for note in report.notes:
+        for note in report.all_notes:
             log.say(f"note: {note}", sys.stderr)
     else:
         print(report_text(report), end="")

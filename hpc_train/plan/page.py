@@ -41,7 +41,7 @@ def page_html(report: PlanReport) -> str:
         "axisMeaning": _AXIS_MEANING,
         "patterns": {entry.axis: entry.pattern for entry in report.traffic},
         "summary": [{"title": one.title, "header": one.header, "rows": one.rows} for one in sections_of(report)],
-        "notes": report.notes,
+        "notes": report.all_notes,
         **_placed(report),
     }
     # Inside a script element only a closing tag would end the data early.

@@ -12,21 +12,28 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import TIERS, Fabric
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
+from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
+from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
 from hpc_train.plan.homes import GroupHomes, find_homes
 from hpc_train.plan.memory import MemoryEstimate, check_memory, fullest_stage
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings
 from hpc_train.plan.placement import Placement, place, slurm_placement
 from hpc_train.plan.run import Plan, plan_placement, world_mesh
 from hpc_train.plan.traffic import Traffic, measure_traffic
+
+_MEGATRON_LM_CARD_BYTES_PER_S = 25e9  # cited: MegaScale (NSDI'24), section 6: one 200 Gb/s card a GPU
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """A plan, and what it was made from.
 
-    slurm: where Slurm's own order would put the ranks. fabric: None where no topology is known; then so are planned
-    and before, the traffic of one step in the planned and in Slurm's order. homes: where the groups of each axis live.
-    fullest: the pipeline stage whose ranks need most memory, and what for. notes: for the user.
+    slurm: where Slurm's own order would put the ranks. fabric: None where no topology is known; then so are planned and
+    before, the traffic of one step in the planned and in Slurm's order, and hashed and hashed_before, how evenly
+    switches spread it over their links. homes: where the groups of each axis live. nccl: what the plan wants of NCCL.
+    fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
+    notes: for the user.
     """
 
     name: str
@@ -38,7 +45,11 @@ class PlanReport:
     homes: tuple[GroupHomes, ...]
     planned: Traffic | None
     before: Traffic | None
+    hashed: EcmpEstimate | None
+    hashed_before: EcmpEstimate | None
+    nccl: tuple[NcclSetting, ...]
     fullest: tuple[int, MemoryEstimate]
+    estimate: StepEstimate
     gpu_memory_bytes: int | None
     notes: tuple[str, ...]
 
@@ -54,6 +65,12 @@ class PlanReport:
             and np.array_equal(self.placement.node_of_rank, self.slurm.node_of_rank)
             and np.array_equal(self.placement.gpu_of_rank, self.slurm.gpu_of_rank)
         )
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Also those on how the estimate is known, and what is wanted of NCCL."""
+        wanted = (f"wanted of NCCL: {setting.name}={setting.value}: {setting.reason}" for setting in self.nccl)
+        return (*self.notes, *self.estimate.notes, *wanted)
 
     @property
     def size(self) -> str:
@@ -86,7 +103,13 @@ class PlanReport:
                 "byte_hops": {name: side.byte_hops for name, side in sides.items()},
                 "busiest_uplink": {name: _uplink(side) for name, side in sides.items()},
             }
-        figures["estimate"] = {"memory_bytes": self.fullest[1].total}
+        figures["nccl"] = {setting.name: setting.value for setting in self.nccl}
+        figures["estimate"] = {
+            "memory_bytes": self.fullest[1].total,
+            "bubble": self.estimate.bubble,
+            "step_time_s": self.estimate.step_time_s,
+            "mfu": self.estimate.mfu,
+        }
         return figures
 
 
@@ -119,6 +142,8 @@ def report_plan(
         check_memory(config, mesh, config.fabric.gpu_memory_bytes)
     placement = place(mesh, allocation, fabric, traffic, order or config.fabric.order)
     slurm = slurm_placement(mesh, allocation)
+    rates = assumed_rates(config, fabric)
+    estimate = estimate_step(config, mesh, rates, virtual_stages=config.parallel.virtual_stages)
     told = dict.fromkeys((*notes, *placement.notes))
     if fabric is not None:
         told.pop(f"fabric from {fabric.source}", None)
@@ -132,7 +157,24 @@ def report_plan(
         homes=find_homes(placement, fabric, traffic),
         planned=None if fabric is None else measure_traffic(placement, fabric, traffic),
         before=None if fabric is None else measure_traffic(slurm, fabric, traffic),
+        hashed=None if fabric is None else estimate_ecmp(placement, fabric, traffic),
+        hashed_before=None if fabric is None else estimate_ecmp(slurm, fabric, traffic),
+        nccl=nccl_settings(placement, fabric, traffic),
         fullest=fullest_stage(config, mesh),
+        estimate=estimate,
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),
     )
+
+
+def assumed_rates(config: Config, fabric: Fabric | None) -> Rates:
+    """The peak that the configuration names, at the shares of peak and card that Megatron-LM's published runs reached.
+
+    What neither the configuration nor the fabric tells stays unknown.
+    """
+    card = None if fabric is None else fabric.link_bytes_per_s.get("leaf")
+    assert MEGATRON_LM.dp_bytes_per_s is not None
+    share = MEGATRON_LM.dp_bytes_per_s / _MEGATRON_LM_CARD_BYTES_PER_S
+    origin = "train.peak_flops_per_rank and the fabric's link speed, at the shares that Megatron-LM's 175B runs reached"
+    dp_bytes_per_s = None if card is None else share * card
+    return Rates(config.train.peak_flops_per_rank, MEGATRON_LM.efficiency, dp_bytes_per_s, origin)

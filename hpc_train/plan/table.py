@@ -10,6 +10,7 @@ from hpc_train.cluster.fabric import TIERS
 from hpc_train.plan.homes import BEYOND_NODE
 
 if TYPE_CHECKING:
+    from hpc_train.plan.ecmp import EcmpEstimate
     from hpc_train.plan.report import PlanReport
     from hpc_train.plan.traffic import Uplink
 
@@ -41,8 +42,8 @@ def report_text(report: PlanReport) -> str:
     """The whole report for a terminal."""
     parts = [f"{report.name}: {report.size}\n{report.origin}"]
     parts += [_table_text(section) for section in sections_of(report)]
-    if report.notes:
-        parts.append("\n".join(f"note: {note}" for note in report.notes))
+    if report.all_notes:
+        parts.append("\n".join(f"note: {note}" for note in report.all_notes))
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,7 +100,18 @@ def _traffic(report: PlanReport) -> Section | None:
     rows.append(("bytes x switches", size_text(before.byte_hops), f"{size_text(planned.byte_hops)}{ratio}"))
     rows.append(("busiest uplink", *(_load(side.busiest_uplink) for side in (before, planned))))
     rows.append(("which is that of", *(_name(side.busiest_uplink) for side in (before, planned))))
+    if any(side is not None and side.uplinks for side in (report.hashed_before, report.hashed)):
+        rows.append(("with hashed links", *(_collision(side) for side in (report.hashed_before, report.hashed))))
     return Section("Traffic a step", ("", "Slurm's order", "planned"), tuple(rows))
+
+
+def _collision(side: EcmpEstimate | None) -> str:
+    """The time on the busiest link, or how many times its even share it carries where speeds are not known."""
+    if side is None or not side.uplinks:
+        return "-"
+    if side.expected_s is not None and side.worst_s is not None:
+        return f"{time_text(side.expected_s)}, worst {time_text(side.worst_s)}"
+    return f"{side.expected_collision:.1f}x even, worst {side.worst_collision:.1f}x"
 
 
 def _load(uplink: Uplink | None) -> str:
@@ -118,6 +130,11 @@ def _estimates(report: PlanReport) -> Section:
     total = _memory(memory.total, report.gpu_memory_bytes)
     rows: list[tuple[str, ...]] = [(f"memory of a rank of stage {stage}", total)]
     rows += [(f"  {name}", size_text(num_bytes)) for name, num_bytes in terms if num_bytes * 20 > memory.total]
+    estimate = report.estimate
+    if report.mesh.pp > 1:
+        rows.append(("pipeline bubble", f"{estimate.bubble:.1%}"))
+    if estimate.step_time_s is not None and estimate.mfu is not None:
+        rows += [("step time", time_text(estimate.step_time_s)), ("MFU", f"{estimate.mfu:.1%}")]
     return Section("Estimates", ("estimates", ""), tuple(rows))
 
 

@@ -30,6 +30,8 @@ def test_plan_json_has_the_figures_that_others_rely_on() -> None:
     for order, hops in traffic["byte_hops"].items():
         assert hops == sum(traffic[order][tier] * weight for tier, weight in weights.items()) // 1000
     assert traffic["byte_hops"]["planned"] < traffic["byte_hops"]["slurm_order"]
+    assert document["estimate"].keys() == {"memory_bytes", "bubble", "step_time_s", "mfu"}
+    assert document["estimate"]["step_time_s"] is None and 0 < document["estimate"]["bubble"] < 1
     assert Plan.from_json(report.plan.to_json()) == report.plan
 
 
@@ -61,6 +63,24 @@ def test_a_group_lives_where_its_highest_transfer_climbs_to() -> None:
             expected[highest] = expected.get(highest, 0) + 1
         assert home.by_tier == expected
         assert home.num_groups == sum(expected.values())
+
+
+def test_with_the_peak_of_a_gpu_step_time_and_utilisation_are_estimated_and_how_is_said() -> None:
+    train = {"steps": 1, "global_batch_size": 64, "peak_flops_per_rank": 1e12}
+    text = report_text(make_report(config=make_config(train=train)))
+    for words in ("pipeline bubble", "step time", "MFU", "note: step time: modelled", "Megatron-LM"):
+        assert words in text
+    without = report_text(make_report())
+    assert "MFU  " not in without and "note: step time and MFU are not known" in without
+
+
+def test_what_is_wanted_of_nccl_is_printed_with_its_reason_and_kept_in_the_plan() -> None:
+    report = make_report(config=make_config({"pp": 2, "tp": 8}))
+    assert {setting.name for setting in report.nccl} >= {"NCCL_CROSS_NIC", "NCCL_IB_TIMEOUT"}
+    assert report.plan.further["nccl"] == {setting.name: setting.value for setting in report.nccl}
+    for setting in report.nccl:
+        assert f"note: wanted of NCCL: {setting.name}={setting.value}: {setting.reason}" in report_text(report)
+    assert make_report(None).nccl == ()
 
 
 def test_without_a_topology_ranks_stay_in_slurms_order_and_the_report_says_so() -> None:

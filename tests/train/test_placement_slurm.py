@@ -100,7 +100,7 @@ def test_ranks_meet_as_planned_under_every_distribution_and_train_as_in_slurms_o
         + f" {crossed} -- sh -c 'echo $RANK $SLURMD_NODENAME'",
     ]
     script = "set -e\n" + "\n".join(lines)
-    command = ["salloc", "--quiet", "-N4", "--ntasks-per-node=2", "bash", "-c", script]
+    command = ["salloc", "--quiet", "-N4", "--ntasks-per-node=2", "--gpus-per-node=2", "bash", "-c", script]
     done = fragmented.run(command, timeout=500, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -111,12 +111,14 @@ def test_ranks_meet_as_planned_under_every_distribution_and_train_as_in_slurms_o
         hops = plan.further["traffic"]["byte_hops"]
         assert hops["planned"] < hops["slurm_order"] or name == "slurm"
         assert (tmp_path / name / "plan.html").stat().st_size > 1000
-        assert "placement: " in (tmp_path / name / "logs/job.log").read_text()
+        said = (tmp_path / name / "logs/job.log").read_text()
+        assert "placement: byte-hops " in said
+        assert "NCCL_IB_TIMEOUT=22 (was not set)" in said
     procids = [told["me"]["procid"] for told in formed(tmp_path / "arbitrary")]
     assert procids != sorted(procids)
     rows = [line.split("\t") for line in (tmp_path / "cyclic/ranks.tsv").read_text().splitlines()[1:]]
     assert [int(row[7]) for row in rows] == [told["me"]["procid"] for told in formed(tmp_path / "cyclic")]
-    said = [line.split("| ")[-1].split() for line in done.stdout.splitlines() if line.split("| ")[-1][1:3] == " n"]
-    nodes = [node for _, node in sorted(said, key=lambda words: int(words[0]))]
+    told = [line.split("| ")[-1].split() for line in done.stdout.splitlines() if line.split("| ")[-1][1:3] == " n"]
+    nodes = [node for _, node in sorted(told, key=lambda words: int(words[0]))]
     assert nodes[::2] == nodes[1::2] == ["n1", "n4", "n3", "n6"]
     assert sum(a != b for a, b in pairwise(nodes)) == 3
