@@ -15,7 +15,9 @@ from hpc_train.plan.axis_bytes import axis_traffic, micro_batches_of
 from hpc_train.plan.cost import mfu
 from hpc_train.plan.memory import fullest_stage
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule_orders import check_micro_batches
+from hpc_train.plan.schedule import COMPUTE, Action
+from hpc_train.plan.schedule_orders import check_micro_batches, plan_schedule
+from hpc_train.plan.simulate import simulate
 from hpc_train.plan.stages import model_costs, stage_parts
 
 
@@ -55,12 +57,11 @@ class StepEstimate:
     notes: tuple[str, ...]
 
 
-def estimate_step(config: Config, mesh: Mesh, rates: Rates, *, virtual_stages: int = 1) -> StepEstimate:
+def estimate_step(config: Config, mesh: Mesh, rates: Rates) -> StepEstimate:
     """What a plan takes of memory and time.
 
     Args:
         rates: Of the machine. MEGATRON_LM's and MEGASCALE's are of A100 GPUs with a 200 Gb/s card each.
-        virtual_stages: Chunks of layers a stage.
 
     Raises:
         ConfigError: the model or the batch cannot be split so.
@@ -69,7 +70,7 @@ def estimate_step(config: Config, mesh: Mesh, rates: Rates, *, virtual_stages: i
     num_micro_batches = micro_batches_of(config, mesh)
     check_micro_batches(mesh.pp, num_micro_batches)
     costs = stage_costs(config, mesh)
-    makespan = pipeline_cost(costs, num_micro_batches, virtual_stages)
+    makespan = _makespan(config, mesh, costs, num_micro_batches)
     bubble = 1.0 - num_micro_batches * sum(costs) / (mesh.pp * makespan)
     notes = _unknown(mesh, rates)
     if notes or not rates.peak_flops or not rates.efficiency:
@@ -89,15 +90,37 @@ def estimate_step(config: Config, mesh: Mesh, rates: Rates, *, virtual_stages: i
 
 def stage_costs(config: Config, mesh: Mesh) -> tuple[int, ...]:
     """Floating-point operations of one micro-batch on each stage, on all its ranks, recomputation included."""
+    of_chunks = _chunk_costs(config, mesh)
+    return tuple(sum(of_chunks[stage :: mesh.pp]) for stage in range(mesh.pp))
+
+
+def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
+    """The same of each (virtual) stage."""
     train = config.train
     costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
-    of_parts = [
+    return [
         sum(costs.layers[part.layers.start : part.layers.stop])
         + (costs.embedding if part.has_embedding else 0)
         + (costs.head_and_loss if part.has_head else 0)
         for part in stage_parts(config, mesh)
     ]
-    return tuple(sum(of_parts[stage :: mesh.pp]) for stage in range(mesh.pp))
+
+
+def _makespan(config: Config, mesh: Mesh, costs: Sequence[int], num_micro_batches: int) -> float:
+    """How long the configuration's schedule takes, in the costs' unit: by the formula, zero bubble by a simulation.
+
+    There F, B and W are taken to cost a third each.
+    """
+    kind, virtual_stages = config.parallel.schedule, config.parallel.virtual_stages
+    if kind == "1f1b" or mesh.pp == 1:
+        return pipeline_cost(costs, num_micro_batches, virtual_stages)
+    of_chunks = _chunk_costs(config, mesh)
+
+    def cost(stage: int, action: Action) -> int:
+        return of_chunks[action.model_chunk * mesh.pp + stage] if action.op in COMPUTE else 0
+
+    schedule = plan_schedule(kind, mesh.pp, num_micro_batches, virtual_stages)
+    return simulate(schedule, cost).makespan / 3
 
 
 def pipeline_cost(costs: Sequence[int], num_micro_batches: int, virtual_stages: int = 1) -> float:

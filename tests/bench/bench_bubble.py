@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from hpc_train.comm.groups import BACKWARD, build_groups
+from hpc_train.comm.groups import build_groups
 from hpc_train.models.attention import AttentionPlan
 from hpc_train.models.transformer import Inputs
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COMPUTE, Action, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_schedule
@@ -90,7 +91,7 @@ def _emulate(me: TestRank, kind: str, virtual: int, micro_batches: int, sleep_s:
     """Of each round this stage's busy time and the time from the common start to its end, in seconds."""
     import torch.distributed as dist
 
-    groups = build_groups(make_world(me), Mesh(me.world_size, 1, 1, 1))
+    groups = build_groups(make_world(me), training_plan(Mesh(me.world_size, 1, 1, 1), with_tied=False))
     slept_s: list[float] = []
     chunks = [_SleepingChunk(sleep_s, kind == "zero_bubble", slept_s) for _ in range(virtual)]
     queues: Any = chunks if kind == "zero_bubble" else None

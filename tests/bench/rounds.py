@@ -37,10 +37,10 @@ def plain_model() -> Any:
     return model
 
 
-def our_trainer(me: TestRank, parallel: Mapping[str, object]) -> Any:
+def our_trainer(me: TestRank, parallel: Mapping[str, object], model: Mapping[str, object] = MODEL) -> Any:
     from tests.train.trainers import make_config, make_trainer
 
-    config = make_config(MODEL, parallel, seq_len=SEQ_LEN, seed=1)
+    config = make_config(model, parallel, seq_len=SEQ_LEN, seed=1)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad_norm": 1.0})})
     return make_trainer(me, config)
 

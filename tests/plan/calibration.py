@@ -15,8 +15,6 @@ from hpc_train.config import Config, load_config
 from hpc_train.plan.estimate import MEGASCALE, MEGATRON_LM, Rates, estimate_step
 from hpc_train.plan.mesh import Mesh
 
-VIRTUAL_STAGES = 6
-
 
 @dataclass(frozen=True)
 class Row:
@@ -78,7 +76,7 @@ def modelled_s(row: Row, rates: Rates) -> float:
 
 
 def _modelled_s(row: Row, rates: Rates) -> float:
-    estimate = estimate_step(config_of(row), row.mesh, rates, virtual_stages=VIRTUAL_STAGES)
+    estimate = estimate_step(config_of(row), row.mesh, rates)
     assert estimate.step_time_s is not None
     return estimate.step_time_s
 

@@ -85,3 +85,15 @@ def test_what_is_not_known_is_none_and_says_why(changes: dict[str, None], wanted
 def test_without_data_parallel_its_rate_need_not_be_known() -> None:
     found = estimate_step(make_config(LLAMA), Mesh(2, 1, 1, 1), replace(MEGATRON_LM, dp_bytes_per_s=None))
     assert found.step_time_s is not None
+
+
+def test_the_bubble_is_that_of_the_configured_schedule() -> None:
+    def bubble(**parallel: object) -> float:
+        model = {**LLAMA, "num_layers": 8, "vocab_size": 1}
+        return estimate_step(make_config(model, {"pp": 2, **parallel}), Mesh(2, 1, 1, 1), MEGATRON_LM).bubble
+
+    plain, virtual = bubble(), bubble(virtual_stages=2)
+    split = bubble(schedule="zero_bubble")
+    assert plain == pytest.approx(bubble_formula("1f1b", 2, 24), abs=0.002)
+    assert virtual == pytest.approx(bubble_formula("1f1b", 2, 24, 2), abs=0.002)
+    assert split == pytest.approx(bubble_formula("zero_bubble", 2, 24), abs=0.002)
