@@ -143,7 +143,7 @@ def report_plan(
     placement = place(mesh, allocation, fabric, traffic, order or config.fabric.order)
     slurm = slurm_placement(mesh, allocation)
     rates = assumed_rates(config, fabric)
-    estimate = estimate_step(config, mesh, rates, virtual_stages=config.parallel.virtual_stages)
+    estimate = estimate_step(config, mesh, rates)
     told = dict.fromkeys((*notes, *placement.notes))
     if fabric is not None:
         told.pop(f"fabric from {fabric.source}", None)
