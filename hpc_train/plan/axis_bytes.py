@@ -32,7 +32,7 @@ class AxisTraffic:
     pattern: "ring": each rank of a group sends to the next, the last to the first. "line": neighbours send both ways.
     "wrap": a line whose ends are neighbours too. forward_bytes: to the next rank (ring: all of it; else activations).
     backward_bytes: to the previous rank (gradients; ring: 0). ends_bytes: what the first and the last rank of a group
-    send each other besides (tied embeddings).
+    send each other besides (tied embeddings; what goes round again with virtual stages).
     """
 
     axis: str
@@ -65,11 +65,11 @@ def axis_traffic(config: Config, mesh: Mesh) -> tuple[AxisTraffic, ...]:
     every = [sent for _, sent in every_rank_kind(config, mesh)]
     found = []
     if mesh.pp > 1:
-        heaviest = max(every, key=lambda sent: sent.pp_forward)
+        neighbours = max(sent.pp_forward for sent in every)
+        # With virtual stages the last stage sends on to the first, all but what leaves the last chunk.
+        around = min(sent.pp_forward for sent in every)
         ends = max(sent.pp_ends for sent in every)
-        # Where chunks go round, the last stage sends on to the first.
-        pattern: Literal["line", "wrap"] = "wrap" if config.parallel.virtual_stages > 1 and mesh.pp > 2 else "line"
-        found.append(AxisTraffic("pp", pattern, heaviest.pp_forward, heaviest.pp_forward, ends))
+        found.append(AxisTraffic("pp", "line", neighbours, neighbours, around + ends))
     for axis in ("dp", "cp", "tp"):
         if getattr(mesh, axis) > 1:
             mean = -(-sum(getattr(sent, axis) for sent in every) // len(every))

@@ -151,6 +151,8 @@ def nearest_mesh_that_fits(config: Config, mesh: Mesh, usable_bytes: int) -> Mes
         least = numbers * (ELEMENT_BYTES[config.train.precision] + EXACT_BYTES) // (other.pp * other.tp)
         if other.pp > config.model.num_layers or least > usable_bytes:
             continue
+        if other.pp == 1 and config.parallel.schedule == "zero_bubble":
+            continue
         try:
             if other.pp not in parts:
                 parts[other.pp] = stage_parts(config, other)

@@ -44,6 +44,13 @@ def test_sequence_parallel_divides_pipeline_messages_by_tp_and_bf16_halves_them(
     assert 0 < shared["tp"].forward_bytes - plain["tp"].forward_bytes < 0.05 * plain["tp"].forward_bytes
 
 
+def test_virtual_stages_send_as_often_as_they_are_many_and_once_less_around() -> None:
+    config = make_config(GPT, {"pp": 2, "virtual_stages": 2})
+    found = _by_axis(config, Mesh(2, 2, 1, 1))["pp"]
+    message = 12 * 16 * 32 * 4
+    assert (found.forward_bytes, found.backward_bytes, found.ends_bytes) == (2 * message, 2 * message, message)
+
+
 def test_data_parallel_sends_fp32_gradients_and_parameters_in_their_type() -> None:
     numbers = 12800 * 4 + 61 * 32 * 2 + 16 * 32  # multiples of 4 * 16, so nothing is padded but the vectors' sum
     for precision, width in (("fp32", 8), ("bf16", 6)):

@@ -115,19 +115,21 @@ FEW = {
 }  # fmt: skip
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_estimates_are_near_what_ranks_really_allocate(world_size: int) -> None:
     _check_world(world_size, FEW[world_size])
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_estimates_are_near_what_ranks_really_allocate_for_every_pair_of_options(world_size: int) -> None:
     _check_world(world_size, _cases(world_size, seed=3))
 
 
 def _check_world(world_size: int, cases: list[tuple[Case, str]]) -> None:
-    of_ranks = run_ranks(_measure, world_size, cases, timeout_s=300)
+    of_ranks = run_ranks(_measure, world_size, cases, timeout_s=350)
     for measured in of_ranks:
         for (case, precision), found in zip(cases, measured, strict=True):
             _check(case, precision, found)

@@ -11,6 +11,7 @@ from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import num_parameters
+from hpc_train.plan.stages import plan_stages
 
 # Parameters in billions as their authors give them, and the smallest world that each should fit on GPUs of 80 GB.
 PUBLISHED = {
@@ -28,6 +29,14 @@ def test_a_recipe_has_the_published_size_and_fits(name: str) -> None:
     check_memory(config, mesh, 80 * 10**9)
     with pytest.raises(DataError, match=r"your-corpus\.bin: no such file(\n.*)+data\.train\.0\.prefix=PREFIX"):
         check_before_start(config, mesh)
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "layers"), [("gpt-175b", 8, 6, 2), ("gpt-530b", 35, 3, 1)])
+def test_megascale_s_models_have_its_table_s_shape(name: str, pp: int, chunks: int, layers: int) -> None:
+    config = load_config(name)
+    stages = plan_stages(config, config.train.recompute)
+    assert [len(stage) for stage in stages] == [layers] * (pp * chunks)
+    assert (config.parallel.pp, config.parallel.tp, config.parallel.virtual_stages) == (pp, 8, chunks)
 
 
 def test_gpt_175b_costs_what_its_published_runs_counted() -> None:
