@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,8 @@ MOST_STARTS, SEATS_IMPROVED = 6, 1024
 MOST_ROUNDS, PATIENCE_A_UNIT = 200, 2
 """Exchanges in a thorough search, and how many, for each unit, may pass without a better placement."""
 QUICK_PASSES, TURN_PASSES = 60, 30
+FEW_PODS = 4
+"""Up to so many pods are tried in every order."""
 
 
 def choose_seats(mesh: Mesh, seats: Seats, edges: Edges, traffic: Sequence[AxisTraffic], fabric: Fabric) -> np.ndarray:
@@ -115,7 +118,7 @@ def _fillings(
     ranked = sorted(range(len(orders)), key=lambda at: (orders[at][0], at))
     for at in ranked[: max(2, most // 6)]:
         _, pieces, order = orders[at]
-        for seat_order in _seat_orders(seats, pieces, around):
+        for seat_order in _seat_orders(seats, pieces, around, most):
             add(pieces, order, seat_order)
     return [seat_of_block for _, _, seat_of_block in sorted(found.values(), key=lambda item: item[:2])]
 
@@ -138,30 +141,34 @@ def _surroundings(mesh: Mesh, seats: Seats, fabric: Fabric) -> Surroundings:
     return Surroundings((sizes[0], sizes[1], sizes[2]), (leaf, spine - leaf, core - spine))
 
 
-def _seat_orders(seats: Seats, pieces: Sequence[Piece], around: Surroundings) -> list[np.ndarray]:
-    """Other orders of the seats: pods and leaves arranged so that their borders fall between runs of the nesting."""
-    found = []
+def _seat_orders(seats: Seats, pieces: Sequence[Piece], around: Surroundings, most: int) -> list[np.ndarray]:
+    """Other orders of the seats: pods and leaves arranged so that their borders fall between runs of the nesting.
+
+    All orders of the pods where they are few, as many as `most`; else one in which their borders do too.
+    """
     units = [1]
     for piece in pieces:
         units.append(units[-1] * piece.extent)
-    leaf_units = [unit for unit in units if 1 < unit <= 1.5 * around.sizes[1]][-2:]
-    pod_units = [unit for unit in units if 1 < unit <= 1.5 * around.sizes[2]][-1:]
-    for leaf_unit, pod_unit in itertools.product(leaf_units or [1], pod_units or [1]):
-        found.append(_arranged(seats, pod_unit, leaf_unit))
-    largest_first = _arranged(seats, 1, 1)
-    return [*found, largest_first]
+    leaf_units = [unit for unit in units if 1 < unit <= 2 * around.sizes[1]][-2:] or [1]
+    pod_unit = ([unit for unit in units if 1 < unit <= 2 * around.sizes[2]] or [1])[-1]
+    pod_of_seat = seats.pod[seats.host]
+    sizes = np.bincount(pod_of_seat).tolist()
+    pod_orders = [_order_of_parts(sizes, pod_unit, 0), _order_of_parts(sizes, 1, 0)]
+    if len(sizes) <= FEW_PODS and math.factorial(len(sizes)) <= most:
+        pod_orders += [list(order) for order in itertools.permutations(range(len(sizes)))]
+        leaf_units = sorted({*leaf_units, pod_unit})
+    found = [_arranged(seats, pods, unit) for pods, unit in itertools.product(pod_orders, leaf_units)]
+    return [*found, _arranged(seats, pod_orders[1], 1)]
 
 
-def _arranged(seats: Seats, pod_unit: int, leaf_unit: int) -> np.ndarray:
-    """Seats by pods, then leaves, each in an aligned order; with units of 1, the largest first."""
+def _arranged(seats: Seats, pods: Sequence[int], leaf_unit: int) -> np.ndarray:
+    """Seats by pods in this order, then by leaves in an aligned order; with a unit of 1, the largest leaf first."""
     pod, group = seats.pod[seats.host], seats.group[seats.host]
     parts: list[np.ndarray] = []
     filled = 0
-    pod_seats = [np.flatnonzero(pod == number) for number in range(int(pod.max()) + 1)]
-    for at in _order_of_parts([len(part) for part in pod_seats], pod_unit, 0):
-        inside = pod_seats[at]
-        numbers = np.unique(group[inside])
-        group_seats = [inside[group[inside] == number] for number in numbers]
+    for number in pods:
+        inside = np.flatnonzero(pod == number)
+        group_seats = [inside[group[inside] == leaf] for leaf in np.unique(group[inside])]
         for chosen in _order_of_parts([len(part) for part in group_seats], leaf_unit, filled):
             parts.append(group_seats[chosen])
             filled += len(group_seats[chosen])

@@ -145,31 +145,52 @@ def around_cost(around: Surroundings, distance: int) -> float:
     return sum(min(1.0, distance / size) * more for size, more in zip(around.sizes, around.costs, strict=True))
 
 
-def aligned_order(sizes: Sequence[int], unit: int, start: int = 0) -> list[int]:
-    """An order of parts of these sizes in which borders fall on multiples of a unit as often as can be had cheaply.
+PARTS_COMBINED = 24
+"""Up to so many parts any of them may be joined to reach a border, else two (assumed; it bounds the work)."""
 
-    At each border: the part that ends on a multiple; else the first of two that do together; else the first part.
+
+def aligned_order(sizes: Sequence[int], unit: int, start: int = 0) -> list[int]:
+    """An order of parts of these sizes in which borders fall on multiples of a unit, as often as can be had.
+
+    At each border come the fewest parts that end on a multiple together; where there are none, all that remain.
     start: what is filled before the first part.
     """
-    remaining: dict[int, list[int]] = {}
-    for index in reversed(range(len(sizes))):
-        remaining.setdefault(sizes[index] % unit, []).append(index)
+    remaining = list(range(len(sizes)))
     order: list[int] = []
-    at = start % unit
+    at = start
     while remaining:
-        rest = -at % unit
-        chosen = rest if rest in remaining else None
-        if chosen is None:
-            pairs = (
-                one
-                for one in sorted(remaining)
-                if (other := (rest - one) % unit) in remaining and (other != one or len(remaining[one]) > 1)
-            )
-            chosen = next(pairs, None)
-        if chosen is None:
-            chosen = min(remaining, key=lambda residue: remaining[residue][-1])
-        order.append(remaining[chosen].pop())
-        if not remaining[chosen]:
-            del remaining[chosen]
-        at = (at + chosen) % unit
+        chosen = _fewest_parts([sizes[part] % unit for part in remaining], -at % unit, unit) or range(len(remaining))
+        parts = [remaining[index] for index in chosen]
+        order += parts
+        at += sum(sizes[part] for part in parts)
+        remaining = [part for part in remaining if part not in parts]
     return order
+
+
+def _fewest_parts(residues: Sequence[int], rest: int, unit: int) -> list[int]:
+    """Indices of the fewest residues, one at least, that add up to `rest` modulo the unit; none where none do."""
+    if rest in residues:
+        return [residues.index(rest)]
+    if rest == 0:
+        others = _fewest_parts(residues[1:], -residues[0] % unit, unit)
+        return [0, *(1 + index for index in others)] if others else []
+    if len(residues) > PARTS_COMBINED:
+        last = {residue: index for index, residue in enumerate(residues)}
+        pairs = ([index, last.get((rest - residue) % unit, index)] for index, residue in enumerate(residues))
+        return next((pair for pair in pairs if pair[0] != pair[1]), [])
+    unreached = len(residues) + 1
+    fewest = np.full(unit, unreached)
+    fewest[0] = 0
+    is_shorter: list[np.ndarray] = []
+    for residue in residues:
+        longer = np.roll(fewest, residue) + 1
+        is_shorter.append(longer < fewest)
+        fewest = np.minimum(fewest, longer)
+    if fewest[rest] >= unreached:
+        return []
+    chosen: list[int] = []
+    for index in reversed(range(len(residues))):
+        if is_shorter[index][rest]:
+            chosen.append(index)
+            rest = (rest - residues[index]) % unit
+    return chosen[::-1]
