@@ -118,9 +118,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Degrees of the axes; dp left out is what the world size leaves over.
 
-    layers_per_stage: how many layers each pipeline stage holds, or each virtual stage in the model's order; left out,
-    they are split by their cost. virtual_stages: model_chunks a stage, through which micro-batches go in turn.
-    schedule: 1f1b, or zero_bubble, which does weight gradients when a stage would idle.
+    layers_per_stage: of each (virtual) stage in the model's order; left out, layers are split by cost. virtual_stages:
+    model_chunks a stage, in turn. schedule: zero_bubble does weight gradients when a stage would idle. overlap: data
+    parallel's communication beside compute. gradient_wire: type of its gradients on their way, summed in fp32.
     """
 
     pp: Positive = 1
@@ -131,6 +131,8 @@ class ParallelConfig(Section):
     layers_per_stage: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     virtual_stages: Positive = 1
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    overlap: bool = True
+    gradient_wire: Literal["fp32", "bf16"] = "fp32"
 
     @model_validator(mode="after")
     def _no_cp_so_far(self) -> ParallelConfig:

@@ -1,4 +1,4 @@
-"""Collectives on flat buffers over one group of ranks: the only calls of torch.distributed in the package.
+"""Collectives over one group of ranks; `begin` has those that run beside other work.
 
 On nccl these are its own collectives. On gloo reduce-scatter and all-gather are made of direct sends, since
 gloo's reduce-scatter moves as many bytes as its all-reduce, twice what is needed.
@@ -33,6 +33,12 @@ class Group:
     def group_size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def peers(self) -> list[tuple[int, int]]:
+        """(group rank, global rank) of the others, starting behind this rank, so that no one is everyone's first."""
+        order = [(self.group_rank + distance) % self.group_size for distance in range(1, self.group_size)]
+        return [(peer, self.ranks[peer]) for peer in order]
+
     def scratch(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A buffer that is kept between calls: fresh pages cost more than the transfer on a CPU."""
         key = f"{like.dtype}{like.device}"
@@ -51,19 +57,6 @@ def world_group(world_size: int, rank: int, backend: str) -> Group:
     return Group(tuple(range(world_size)), rank, handle, backend)
 
 
-def reduce_scatter_sum_(flat: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `flat` over the group; this rank gets its own part of the sum. Collective over the group.
-
-    flat: (group_size * shard,), contiguous; its own part is overwritten by the sum, the rest is left
-    undefined. The order of additions depends on the group's order alone, so a repeated run adds alike.
-
-    Returns:
-        The view flat[group_rank * shard : (group_rank + 1) * shard].
-    """
-    parts = flat.view(group.group_size, -1)
-    return _reduce_scatter_into(parts[group.group_rank], parts, group)
-
-
 def all_gather_(flat: torch.Tensor, group: Group) -> None:
     """Fill `flat` with every rank's part of it. Collective over the group.
 
@@ -77,7 +70,7 @@ def all_gather_(flat: torch.Tensor, group: Group) -> None:
         dist.all_gather_into_tensor(flat, mine, group=group.handle)
         return
     works = []
-    for peer, rank in _peers(group):
+    for peer, rank in group.peers:
         works.append(dist.irecv(parts[peer], src=rank, group=group.handle))
         works.append(dist.isend(mine, dst=rank, group=group.handle))
     for work in works:
@@ -164,7 +157,7 @@ def _reduce_scatter_into(mine: torch.Tensor, parts: torch.Tensor, group: Group) 
 
 
 def _exchange_and_add(parts: torch.Tensor, mine: torch.Tensor, start: int, stop: int, group: Group) -> None:
-    peers = _peers(group)
+    peers = group.peers
     received = group.scratch(mine, (len(peers), stop - start))
     receives, sends = [], []
     for slot, (peer, rank) in enumerate(peers):
@@ -175,10 +168,3 @@ def _exchange_and_add(parts: torch.Tensor, mine: torch.Tensor, start: int, stop:
         mine.add_(received[slot])
     for work in sends:
         work.wait()  # type: ignore[union-attr]
-
-
-def _peers(group: Group) -> list[tuple[int, int]]:
-    """(group rank, global rank) of the others, starting behind this rank, so that no one is everyone's first."""
-    size = group.group_size
-    order = [(group.group_rank + distance) % size for distance in range(1, size)]
-    return [(peer, group.ranks[peer]) for peer in order]

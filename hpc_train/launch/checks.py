@@ -52,6 +52,11 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
     train, parallel = config.train, config.parallel
     check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
     check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
+    if parallel.gradient_wire != "fp32" and mesh.dp == 1:
+        raise ConfigError(
+            f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel; "
+            "leave it out, or use dp=2 or more"
+        )
     plan_stages(config, train.recompute)
     check_micro_batches(mesh.pp, train.global_batch_size // train.micro_batch_size // mesh.dp)
 

@@ -1,8 +1,13 @@
-"""Data parallel with sharded optimizer state (ZeRO-1) on flat buffers.
+"""Data parallel with sharded gradient sums and optimizer state (ZeRO-2), on flat buffers of each model_chunk.
 
-A rank's parameters lie one behind the other in one flat buffer and the model's tensors are views of it. Gradients are
-summed in fp32 in a second flat buffer. At the end of a step each rank of a dp group gets its shard of the summed
-gradients, updates its shard of the parameters, and the shards are gathered into the buffer that the model sees.
+The parameters of a model_chunk lie one behind the other in one flat buffer and the model's tensors are views of it.
+Gradients of a step's micro-batches are summed in fp32 in a second flat buffer. A step goes like this:
+
+- gather: the shards that the ranks of a dp group updated come together in the buffer that the model sees; it is begun
+  early and awaited before the chunk's first forward
+- reduce: each rank gets its shard of the gradients' sum over the group; it is begun behind the chunk's last backward
+  and awaited before the update
+- update: the optimizer changes this rank's shard; the other parts of the buffer are old until the next gather
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC'20.
 """
@@ -15,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpc_train.comm.collectives import Group, all_gather_, reduce_scatter_sum_
+from hpc_train.comm.begin import Pending, begin_all_gather, begin_reduce_scatter, room_for_sums
+from hpc_train.comm.collectives import Group
 from hpc_train.plan.flat import Box, FlatLayout, boxes_of_range, lay_out
 from hpc_train.plan.parameters import LocalParameter
 
@@ -43,13 +49,23 @@ class ShardedParameters:
     master_shard: torch.Tensor
 
     def __init__(
-        self, model: nn.Module, group: Group, dtype: torch.dtype, plans: Sequence[LocalParameter] | None = None
+        self,
+        model: nn.Module,
+        group: Group,
+        dtype: torch.dtype,
+        plans: Sequence[LocalParameter] | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Move the model's parameters into the flat buffer, as `dtype`. Every rank of the group must hold equal values.
 
-        plans: None where the model is whole.
+        plans: None where the model is whole. wire: type in which gradients travel; None for that of their sums.
         """
         self.group = group
+        self._wire = wire
+        self._is_whole = True
+        self._gather: Pending | None = None
+        self._reduction: Pending | None = None
+        self._room: torch.Tensor | None = None
         named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)
         whole = [LocalParameter(name, name, tuple(p.shape), Box((0,) * p.dim(), tuple(p.shape))) for name, p in named]
         self.plans = {plan.local_name: plan for plan in (whole if plans is None else plans)}
@@ -77,7 +93,7 @@ class ShardedParameters:
 
     @property
     def gradient_shard(self) -> torch.Tensor:
-        """This rank's part of the gradients: (shard,), fp32; the sum over ranks after reduce_gradients."""
+        """This rank's part of the gradients: (shard,), fp32; the sum over ranks after await_gradients."""
         start, stop = self.layout.shard_range(self.group.group_rank)
         return self.gradients[start:stop]
 
@@ -127,16 +143,38 @@ class ShardedParameters:
 
     def zero_gradients(self) -> None:
         self.gradients.zero_()
+        self._reduction = None
 
-    def reduce_gradients(self) -> torch.Tensor:
-        """Sum the gradients over the group into this rank's shard, and return it. Collective over the group."""
-        return reduce_scatter_sum_(self.gradients, self.group)
+    def begin_reduce(self) -> None:
+        """Begin to sum the gradients over the group. Collective over the group."""
+        assert self._reduction is None, "one reduce-scatter a step"
+        if self._room is None:
+            self._room = room_for_sums(self.gradients, self.group, self._wire)
+        self._reduction = begin_reduce_scatter(self.gradients, self.group, self._room, self._wire)
 
-    def publish_parameters(self) -> None:
-        """Give the updated shards to every rank's model. Collective over the group."""
+    def await_gradients(self) -> torch.Tensor:
+        """This rank's shard of the gradients' sum over the group, which was begun before."""
+        assert self._reduction is not None, "the sum was not begun"
+        self._reduction.wait()
+        return self.gradient_shard
+
+    def publish_shard(self) -> None:
+        """Have the updated shard in the buffer that the model sees; what other ranks updated comes with a gather."""
         if self.parameter_shard.data_ptr() != self.master_shard.data_ptr():
             self.parameter_shard.copy_(self.master_shard)
-        all_gather_(self.parameters, self.group)
+        self._is_whole = False
+
+    def begin_gather(self) -> None:
+        """Begin to get what other ranks updated, unless it is here or on its way. Collective over the group."""
+        if not self._is_whole and self._gather is None:
+            self._gather = begin_all_gather(self.parameters, self.group)
+
+    def await_parameters(self) -> None:
+        """Return when the model has all parameters; a gather that is needed must have been begun."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather, self._is_whole = None, True
+        assert self._is_whole, "the gather was not begun"
 
     def _attach(self, parameter: nn.Parameter, start: int, stop: int) -> None:
         shape = parameter.shape

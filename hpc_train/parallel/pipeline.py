@@ -73,13 +73,18 @@ class Pipeline:
         self._queues = None if queues is None else tuple(queues)
 
     def run(
-        self, schedule: Schedule, inputs: Sequence[Inputs], then: Mapping[Op, Callable[[Action], None]] | None = None
+        self,
+        schedule: Schedule,
+        inputs: Sequence[Inputs],
+        then: Mapping[Op, Callable[[Action], None]] | None = None,
+        await_parameters: Callable[[int], None] | None = None,
     ) -> list[torch.Tensor]:
         """Execute this stage's list. Collective over the pipeline.
 
         Args:
             inputs: The micro-batches, the same on all stages.
             then: What carries out the actions that are not the pipeline's own.
+            await_parameters: Called before each forward with its model_chunk; returns when that has its parameters.
 
         Returns:
             The summed loss of each micro-batch, detached; on the last stage only, else an empty list.
@@ -90,8 +95,14 @@ class Pipeline:
         if schedule.splits_backward and self._queues is None:
             raise ConfigError("the schedule splits the backward (W actions), and this model's linears have no queue")
         step = _Step(inputs, [None] * len(inputs), schedule.sends_over[self.stage])
+
+        def forward(action: Action) -> None:
+            if await_parameters is not None:
+                await_parameters(action.model_chunk)
+            self._forward(action, schedule, step)
+
         actors: dict[Op, Callable[[Action], None]] = {
-            Op.F: lambda action: self._forward(action, schedule, step),
+            Op.F: forward,
             Op.B: lambda action: self._backward(action, schedule, step),
             Op.W: lambda action: self._weights(action, step),
             Op.SEND: lambda action: self._send(action, step),

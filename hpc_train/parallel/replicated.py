@@ -1,6 +1,6 @@
 """Sums of gradients of parameters that several ranks of a mesh hold: within a tp group, and of tied embeddings.
 
-Before the data-parallel reduce-scatter each copy must have the gradient of the whole. Three kinds:
+Before a chunk's data-parallel reduce-scatter each copy must have the gradient of the whole. Three kinds:
 
 - sequence parallel: norms, row biases and learned positions saw a share of the tokens on each tp rank
 - key/value heads that several tp ranks hold, each for its own query heads
@@ -20,25 +20,28 @@ from hpc_train.plan.groups import TIED
 from hpc_train.plan.parameters import LocalParameter
 
 
-def sum_replicated_gradients(chunks: Sequence[ShardedParameters], groups: Groups) -> None:
-    """Give each copy of a parameter its whole gradient. Collective over the tp group and the tied stages.
-
-    chunks: the parameters of each of this rank's model_chunks.
-    """
-    every = [(plan, chunk.gradient_of(name)) for chunk in chunks for name, plan in chunk.plans.items()]
+def sum_over_tp(chunk: ShardedParameters, groups: Groups) -> None:
+    """Give each copy of a parameter of a model_chunk its gradient from all tp ranks. Collective over the tp group."""
+    every = [(plan, chunk.gradient_of(name)) for name, plan in chunk.plans.items()]
     _sum_whole([gradient for plan, gradient in every if plan.tp_sum == "all"], groups.along("tp"))
     _sum_key_values([(plan, gradient) for plan, gradient in every if plan.tp_sum == "kv"], groups.along("tp"))
-    tied = [gradient for plan, gradient in every if plan.is_tied]
-    if tied:
-        _sum_tied(tied, groups.along(TIED))
 
 
-def _sum_tied(copies: list[torch.Tensor], group: Group) -> None:
-    """The two copies are on the two ranks of the group, or both here where one stage has the first and last chunk."""
+def has_tied(chunk: ShardedParameters) -> bool:
+    """Whether a model_chunk has one of two copies of the embeddings."""
+    return any(plan.is_tied for plan in chunk.plans.values())
+
+
+def sum_tied(chunks: Sequence[ShardedParameters], groups: Groups) -> None:
+    """Give both copies of tied embeddings their whole gradient. Collective over the two stages that hold them.
+
+    chunks: this rank's, of which two hold a copy where one stage has the first and the last chunk.
+    """
+    copies = [chunk.gradient_of(name) for chunk in chunks for name, plan in chunk.plans.items() if plan.is_tied]
     if len(copies) == 2:
         copies[1].copy_(copies[0].add_(copies[1]))
     else:
-        _sum_whole(copies, group)
+        _sum_whole(copies, groups.along(TIED))
 
 
 def _sum_whole(gradients: list[torch.Tensor], group: Group) -> None:

@@ -1,9 +1,9 @@
 """How many bytes ranks send along each axis of a mesh in one step, from a run's own model, batch and options.
 
-What is counted is what the ranks' code sends: gradients in fp32 and parameters in their own type over dp, activations
-and their gradients of each micro-batch over pp, the exchanges of each layer over tp. A test holds it against the bytes
-that really went through the collectives. Left out: the five numbers that all ranks sum at a step end, LAMB's two
-numbers a matrix, and evaluations.
+What is counted is what the ranks' code sends: gradients as parallel.gradient_wire says and parameters in their own type
+over dp, activations and their gradients of each micro-batch over pp, the exchanges of each layer over tp. A test holds
+it against the bytes that really went through the collectives. Left out: the five numbers that all ranks sum at a step
+end, LAMB's two numbers a matrix, and evaluations.
 """
 
 from __future__ import annotations
@@ -130,6 +130,11 @@ def _sent_bytes(config: Config, mesh: Mesh, part: ModelPart, split: TensorSplit,
     )
 
 
+def dp_element_bytes(config: Config) -> tuple[int, int]:
+    """What an all-gather and a reduce-scatter send of each element."""
+    return ELEMENT_BYTES[config.train.precision], ELEMENT_BYTES[config.parallel.gradient_wire]
+
+
 def _message_bytes(config: Config, mesh: Mesh) -> int:
     """The residual stream of one micro-batch between two stages. With sequence parallel each tp rank sends its share
     of the tokens; without, each sends the whole, which it has.
@@ -140,13 +145,13 @@ def _message_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def _gradient_ring(config: Config, mesh: Mesh, plans: tuple[LocalParameter, ...]) -> int:
-    """Reduce-scatter of fp32 gradients and all-gather of parameters in their own type, once a step each.
+    """Reduce-scatter of gradients in the type of the wire and all-gather of parameters in their own, once a step each.
 
     Both send all shards but one, in a ring or directly, padding included.
     """
     num_ranks = mesh.dp * mesh.cp
     layout = lay_out([(plan.local_name, plan.box.sizes) for plan in plans], num_ranks)
-    return (num_ranks - 1) * layout.shard_elements * (EXACT_BYTES + ELEMENT_BYTES[config.train.precision])
+    return (num_ranks - 1) * layout.shard_elements * sum(dp_element_bytes(config))
 
 
 def _key_value_ring(config: Config, mesh: Mesh, part: ModelPart, split: TensorSplit) -> int:

@@ -40,7 +40,6 @@ NOT_OURS = 0.06
 """Share of a GPU that tensors cannot have: CUDA's context, NCCL's and cuBLAS's buffers, what the allocator cannot use
 (assumed; about 5 GB of 80)."""
 _MOMENTS = 2
-_GLOO_PIECE_BYTES = 16 * 2**20  # derived: comm.collectives cuts a reduce-scatter on gloo into pieces of this size
 _MAX_TP = 8  # assumed: GPUs that share a node's fast links, where the configuration names no larger tp
 
 
@@ -212,8 +211,8 @@ def _memory_of_rank(
     kept += sum(
         _messages_bytes(config, mesh, part, shape, count) for part, count in zip(parts, found.forwarded, strict=True)
     )
-    if device == "cpu":
-        kept += max(_gloo_bytes(mesh, layout) for layout in layouts)
+    if device == "cpu" and config.parallel.gradient_wire == "fp32":
+        kept += sum(_gloo_bytes(mesh, layout) for layout in layouts)
     working = max(
         _working_bytes(config, part, split, shape, layout) for part, layout in zip(parts, layouts, strict=True)
     )
@@ -273,7 +272,7 @@ def _working_bytes(config: Config, part: ModelPart, split: TensorSplit, shape: S
 
 
 def _summing_bytes(plans: Sequence[LocalParameter], tp: int) -> int:
-    """Copies for sums of gradients behind the last backward: tied embeddings, and what tp ranks hold together."""
+    """Copies for sums of gradients behind a chunk's last backward: tied embeddings, and what tp ranks hold together."""
     tied = sum(plan.box.num_elements for plan in plans if plan.is_tied)
     shared = sum(plan.box.num_elements for plan in plans if plan.tp_sum != "none") if tp > 1 else 0
     # A copy, and on gloo as much for what the other sends.
@@ -281,10 +280,10 @@ def _summing_bytes(plans: Sequence[LocalParameter], tp: int) -> int:
 
 
 def _gloo_bytes(mesh: Mesh, layout: FlatLayout) -> int:
-    """Pieces that a reduce-scatter receives from each other rank; kept."""
-    if mesh.dp * mesh.cp == 1:
-        return 0
-    return (mesh.dp * mesh.cp - 1) * min(layout.shard_elements * EXACT_BYTES, _GLOO_PIECE_BYTES)
+    """What the reduce-scatter of a model_chunk receives from each other rank, since several run at once; kept. As bf16
+    they arrive in the gradient buffer itself.
+    """
+    return (mesh.dp * mesh.cp - 1) * layout.shard_elements * EXACT_BYTES
 
 
 def _start_bytes(of_parts: Sequence[Sequence[LocalParameter]], layouts: Sequence[FlatLayout], width: int) -> int:

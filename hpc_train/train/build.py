@@ -31,6 +31,7 @@ from hpc_train.train.peak import world_peak_flops
 from hpc_train.train.step import Trainer
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World) -> Run:
@@ -74,6 +75,8 @@ def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype |
         config.optimizer.clip_grad_norm,
         world.device,
         schedule=config.parallel.schedule,
+        overlap=config.parallel.overlap,
+        has_tied=config.model.tied_embeddings,
         seed=config.train.seed,
         dropout=config.model.dropout,
     )
@@ -87,7 +90,7 @@ def _build_chunk(
     model, plans = build_part(config.model, config.data.seq_len, part, split, groups.along("tp"), world.device)
     set_recomputation(model, config.train.recompute)
     set_initial_weights(model, plans, config.train.seed)
-    sharded = ShardedParameters(model, groups.along("dp"), dtype, plans)
+    sharded = ShardedParameters(model, groups.along("dp"), dtype, plans, _WIRES[config.parallel.gradient_wire])
     gc.collect()  # the tensors that the flat buffer replaced
     return model, sharded
 

@@ -1,9 +1,10 @@
 """One optimizer update: micro-batches, gradient sum, norm, clipping, update.
 
-1. forwards and backwards of this rank's part of the micro-batches, in the order of its pipeline stage's list
-2. sums of gradients that several ranks of a tp group or two stages hold; reduce-scatter over the dp group
+1. the first model_chunk's parameters are on their way while the micro-batches are made ready
+2. this rank's list of actions: forwards and backwards of its part of the micro-batches; beside them all-gathers of the
+   other chunks' parameters and, behind each chunk's last backward, the sum of its gradients over the dp group
 3. one sum over all ranks of (loss, supervised tokens, squared norm, wishes to stop): from here all know the same
-4. if they are finite: scale by tokens and clip, update, all-gather of the parameters; else skip, on all alike
+4. if they are finite: scale by tokens and clip, update this rank's shards; else skip, on all alike
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from hpc_train.comm.groups import Groups
 from hpc_train.models.attention import AttentionPlan
 from hpc_train.models.dropout import DropoutKey
 from hpc_train.models.transformer import Inputs
+from hpc_train.parallel.chunk_collectives import ChunkCollectives
 from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.pipeline import Pipeline
-from hpc_train.parallel.replicated import sum_replicated_gradients
-from hpc_train.plan.schedule_orders import Kind, plan_forward_only, plan_schedule
+from hpc_train.plan.schedule import Schedule
+from hpc_train.plan.schedule_collectives import plan_evaluation, plan_training
+from hpc_train.plan.schedule_orders import Kind
 from hpc_train.train.optimizer import NORM_PIECE, ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -53,8 +56,9 @@ def _never() -> bool:
 class Trainer:
     """The parts of a training state that a step changes, and how this rank works with the others.
 
-    parameters: of each model_chunk. schedule: the kind of the pipeline's plan. seed, dropout: what is dropped out is a
-    function of the seed and the step's number.
+    parameters: of each model_chunk. schedule: the kind of the pipeline's plan. overlap: whether gathers of parameters
+    and sums of gradients run beside other work. has_tied: first and last chunk hold a copy each of the embeddings.
+    seed, dropout: what is dropped out is a function of the seed and the step's number.
     """
 
     pipeline: Pipeline
@@ -64,8 +68,13 @@ class Trainer:
     clip_grad_norm: float | None
     device: torch.device
     schedule: Kind = "1f1b"
+    overlap: bool = True
+    has_tied: bool = False
     seed: int = 0
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._collectives = ChunkCollectives(self.parameters, self.groups, overlap=self.overlap)
 
     def step(
         self, number: int, micro_batches: Iterable[Batch], lr: float, stop_wanted: Callable[[], bool] = _never
@@ -74,13 +83,15 @@ class Trainer:
 
         number: the step's, from 1. stop_wanted is asked once, late in the step.
         """
-        batches = list(micro_batches)
+        self._collectives.begin_step()
         for chunk in self.parameters:
             chunk.zero_gradients()
-        schedule = plan_schedule(self.schedule, self._num_stages, len(batches), len(self.parameters))
-        losses = self.pipeline.run(schedule, self._inputs(batches, number))
-        sum_replicated_gradients(self.parameters, self.groups)
-        shards = [chunk.reduce_gradients() for chunk in self.parameters]
+        batches = list(micro_batches)
+        schedule = plan_training(
+            self.schedule, self._num_stages, len(batches), len(self.parameters), has_tied=self.has_tied
+        )
+        losses = self._run(schedule, self._inputs(batches, number))
+        shards = [chunk.await_gradients() for chunk in self.parameters]
         square = self._sum_of_squares()
         loss_sum, tokens, supervised = self._counts(losses, batches)
         loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
@@ -92,14 +103,18 @@ class Trainer:
             for shard in shards:
                 shard.mul_(self._gradient_scale(grad_norm) / supervised)
             self.optimizer.step(lr)
-            self.publish_parameters()
+            for chunk in self.parameters:
+                chunk.publish_shard()
         loss = loss_sum / supervised if supervised else 0.0
         return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
 
     def publish_parameters(self) -> None:
-        """Give the updated shards to every rank's model. Collective over the dp group."""
+        """Give master weights that were set anew to every rank's model, now. Collective over the dp group."""
         for chunk in self.parameters:
-            chunk.publish_parameters()
+            chunk.publish_shard()
+            chunk.begin_gather()
+        for chunk in self.parameters:
+            chunk.await_parameters()
 
     @torch.no_grad()
     def evaluate(self, steps: Iterable[Iterable[Batch]]) -> float:
@@ -107,8 +122,8 @@ class Trainer:
         loss_sum, num_supervised = 0.0, 0.0
         for micro_batches in steps:
             batches = list(micro_batches)
-            schedule = plan_forward_only(self._num_stages, len(batches), len(self.parameters))
-            losses = self.pipeline.run(schedule, self._inputs(batches, None))
+            schedule = plan_evaluation(self._num_stages, len(batches), len(self.parameters))
+            losses = self._run(schedule, self._inputs(batches, None))
             own_loss, _, own_supervised = self._counts(losses, batches)
             loss_sum, num_supervised = loss_sum + own_loss, num_supervised + own_supervised
         loss_sum, supervised = all_reduce_sum([loss_sum, num_supervised], self.groups.world, self.device)
@@ -117,6 +132,9 @@ class Trainer:
     @property
     def _num_stages(self) -> int:
         return self.groups.mesh.pp
+
+    def _run(self, schedule: Schedule, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
+        return self.pipeline.run(schedule, inputs, self._collectives.actors, self._collectives.await_parameters)
 
     def _inputs(self, batches: Sequence[Batch], number: int | None) -> list[Inputs]:
         """The micro-batches on this rank's device. number: the step's; None where nothing is dropped out."""

@@ -38,6 +38,7 @@ def _train_and_save(me, root, saves, dtype=torch.float32, last=4):
         if stop in saves:
             values = {"num_updates": trainer.optimizer.num_updates}
             save_checkpoint(Path(root), stop, state_pieces(trainer), values, world, keep=0)
+    trainer.publish_parameters()
     return losses, trainer.parameters[0].parameters
 
 
@@ -48,7 +49,9 @@ def _resume(me, root, dtype=torch.float32, last=4):
         return None
     trainer.optimizer.num_updates = loaded.values["num_updates"]
     trainer.publish_parameters()
-    return loaded.step, _steps(me, trainer, loaded.step + 1, last), trainer.parameters[0].parameters
+    losses = _steps(me, trainer, loaded.step + 1, last)
+    trainer.publish_parameters()
+    return loaded.step, losses, trainer.parameters[0].parameters
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])

@@ -42,6 +42,7 @@ def _train(me: TestRank, case: Case, root: str, last: int, dtype: torch.dtype = 
         result = trainer.step(step, share_of(trainer, batches_of(step, case.num_sequences)), lr=1e-2)
         losses.append((result.loss, result.grad_norm))
     if last > first:
+        trainer.publish_parameters()
         save_checkpoint(Path(root), last, state_pieces(trainer, counted=True), {}, world, keep=0)
     return {"losses": losses, "weights": torch.cat([chunk.parameters for chunk in trainer.parameters]), "first": first}
 

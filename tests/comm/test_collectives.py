@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hpc_train.comm import collectives
-from hpc_train.comm.collectives import all_gather_, all_reduce_sum, reduce_scatter_sum_
+from hpc_train.comm.begin import begin_all_gather, begin_reduce_scatter, room_for_sums
+from hpc_train.comm.collectives import all_gather_, all_reduce_sum, reduce_scatter_tokens
 from hpc_train.errors import CollectiveError, DataError
 from tests.ranks import run_ranks
 from tests.worlds import make_group, make_world
@@ -19,8 +20,10 @@ def _contribution(rank: int, count: int) -> torch.Tensor:
 def _reduce_then_gather(me, shard, piece_bytes):
     collectives._PIECE_BYTES = piece_bytes
     group = make_group(me)
-    flat = _contribution(me.rank, shard * me.world_size)
-    mine = reduce_scatter_sum_(flat, group).clone()
+    whole = _contribution(me.rank, shard * me.world_size)
+    mine = reduce_scatter_tokens(whole.view(1, -1, 1), group).flatten()
+    flat = torch.full_like(whole, float("nan"))
+    flat.view(me.world_size, -1)[me.rank] = mine
     all_gather_(flat, group)
     total = all_reduce_sum([float(me.rank), 1.0], group, torch.device("cpu"))
     return mine, flat, total
@@ -36,6 +39,46 @@ def test_reduce_scatter_and_all_gather_equal_the_sum(world_size, piece_bytes):
         torch.testing.assert_close(mine, expected[rank * shard : (rank + 1) * shard])
         assert torch.equal(flat, torch.cat([result[0] for result in results]))
         assert total == [sum(range(world_size)), world_size]
+
+
+def _begin_several(me, shard, dtype, wire):
+    """Three sums under way at once, awaited last first; then three gathers of them."""
+    group = make_group(me)
+    flats = [_contribution(3 * me.rank + index, shard * me.world_size).to(dtype) for index in range(3)]
+    rooms = [room_for_sums(flat, group, wire) for flat in flats]
+    under_way = [begin_reduce_scatter(flat, group, room, wire) for flat, room in zip(flats, rooms, strict=True)]
+    for pending in reversed(under_way):
+        pending.wait()
+        pending.wait()  # a second time changes nothing
+    sums = [flat.view(me.world_size, -1)[me.rank].clone() for flat in flats]
+    gathers = [begin_all_gather(flat, group) for flat in flats]
+    for pending in reversed(gathers):
+        pending.wait()
+    return sums, flats, [room is None for room in rooms]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)],
+)
+def test_collectives_that_run_beside_each_other_give_the_sum_and_the_whole(world_size, dtype, wire):
+    shard = 48
+    results = run_ranks(_begin_several, world_size, shard, dtype, wire)
+    for index in range(3):
+        summands = [_contribution(3 * rank + index, shard * world_size).to(dtype) for rank in range(world_size)]
+        for rank, (sums, flats, needs_no_room) in enumerate(results):
+            own = slice(rank * shard, (rank + 1) * shard)
+            # What travels is rounded once, and a rank's own summand never.
+            others = [summand[own].to(wire or dtype).to(dtype) for r, summand in enumerate(summands) if r != rank]
+            torch.testing.assert_close(sums[index], summands[rank][own] + sum(others), rtol=1e-6, atol=1e-6)
+            assert torch.equal(flats[index], torch.cat([result[0][index] for result in results]))
+            assert needs_no_room[index] == (world_size == 1 or wire is not None)
+
+
+def test_what_travels_in_the_sums_own_type_is_not_rounded():
+    (sums, _, _), _ = run_ranks(_begin_several, 2, 16, torch.float32, torch.float32)
+    torch.testing.assert_close(sums[0], (_contribution(0, 32) + _contribution(3, 32))[:16], rtol=1e-6, atol=1e-6)
 
 
 def _disagree(me, failing):

@@ -52,6 +52,13 @@ def test_each_differing_leaf_is_named_once_with_both_values() -> None:
     assert list(differing_keys(old, new)) == ["a.c: 2 -> 3", "d: [1] -> [2]"]
 
 
+def test_a_wire_type_where_no_gradients_travel_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path, parallel={"gradient_wire": "bf16"})
+    check_before_start(config, mesh(2))
+    with pytest.raises(ConfigError, match=r"gradient_wire=bf16 has no effect with dp=1.*dp=2 or more"):
+        check_before_start(config, mesh(1))
+
+
 def test_virtual_stages_without_layers_and_too_few_micro_batches_are_refused_with_what_works(tmp_path: Path) -> None:
     def check(pp: int, **parallel: object) -> None:
         config = small_config(tmp_path, model={"num_layers": 6}, parallel={"pp": pp, **parallel})

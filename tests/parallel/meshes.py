@@ -35,6 +35,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "window": ("full", "all", "mixed"),
     "schedule": (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)),
     "optimizer": ("adamw", "lamb"),
+    "overlap": (True, False),
+    "wire": ("fp32", "bf16"),
 }
 
 
@@ -42,7 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 class Case:
     """One mesh with one choice of each option; options that a mesh does not have are at their first value.
 
-    schedule: parallel.schedule and parallel.virtual_stages.
+    schedule: parallel.schedule and parallel.virtual_stages. wire: parallel.gradient_wire.
     """
 
     pp: int
@@ -58,6 +60,8 @@ class Case:
     window: str = "full"
     schedule: tuple[str, int] = ("1f1b", 1)
     optimizer: str = "adamw"
+    overlap: bool = True
+    wire: str = "fp32"
     num_sequences: int = 8
     num_layers: int = 4
 
@@ -96,6 +100,8 @@ def normalised(case: Case) -> Case:
         changes["sequence_parallel"] = False
     if case.pp == 1 or case.pp >= 4:
         changes["uneven"] = False
+    if case.dp == 1:
+        changes |= {"overlap": True, "wire": "fp32"}
     virtual = case.schedule[1]
     if case.pp == 1:
         changes["schedule"] = ("1f1b", virtual)
@@ -170,6 +176,7 @@ def config_of(case: Case) -> Config:
     parallel: dict[str, object] = {
         "pp": case.pp, "dp": case.dp, "tp": case.tp, "sequence_parallel": case.sequence_parallel,
         "schedule": case.schedule[0], "virtual_stages": case.schedule[1],
+        "overlap": case.overlap, "gradient_wire": case.wire,
     }  # fmt: skip
     if case.uneven:
         # The first stage has all that the others can spare.

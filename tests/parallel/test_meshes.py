@@ -36,6 +36,10 @@ CASES = [
 ]
 
 
+# 2^-9 of each summand; some summands of a parameter's gradient are a few times the length of their sum.
+BF16_TOLERANCE = 2**-6
+
+
 def _of_sizes(*long_sizes: int) -> list[Any]:
     """All sizes of worlds; those that take minutes on two cores are left to `make test-long`."""
     return [pytest.param(size, marks=[pytest.mark.long] if size in long_sizes else []) for size in WORLD_SIZES]
@@ -49,20 +53,24 @@ def _reference(case: Case, num_steps: int, dtype: torch.dtype, exact: bool) -> T
 
 def _check_gradients(case: Case, traces: Sequence[Trace], num_steps: int) -> None:
     reference = _reference(case.reference(), num_steps, torch.float64, True)
-    for step in range(num_steps):
+    # With summands rounded to bf16 on their way, each by 2^-9 at most, updates differ and later steps with them.
+    tolerance = 1e-9 if case.wire == "fp32" else BF16_TOLERANCE
+    for step in range(num_steps if case.wire == "fp32" else 1):
         ours, theirs = assembled(traces, step), assembled([reference], step)
         assert ours.keys() == theirs.keys()
         everything = np.sqrt(sum(np.sum(gradient**2) for gradient in theirs.values()))
         for name, expected in theirs.items():
             assert np.isfinite(ours[name]).all()
             error = np.linalg.norm(ours[name] - expected) / max(np.linalg.norm(expected), 1e-6 * everything)
-            assert error <= 1e-9, f"{case}, step {step + 1}: {name} is off by {error:.1e}"
+            assert error <= tolerance, f"{case}, step {step + 1}: {name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("world_size", _of_sizes(6, 8))
 @pytest.mark.timeout(900)
 def test_in_fp64_each_parameter_s_gradient_is_that_of_one_rank(world_size: int) -> None:
-    """FC-89, FC-91: over 3 steps, to 1e-9; pairs of options and meshes by a covering array."""
+    """FC-89, FC-91: over 3 steps, to 1e-9; pairs of options and meshes by a covering array. Where gradients travel as
+    bf16, one step to its rounding.
+    """
     cases = [case for case in CASES if case.world_size == world_size]
     of_ranks = run_ranks(train_cases, world_size, cases, 3, torch.float64, True, timeout_s=500)
     for index, case in enumerate(cases):

@@ -11,9 +11,9 @@ import pytest
 from hpc_train.errors import ConfigError
 from hpc_train.plan.axis_bytes import axis_traffic, every_rank_kind
 from hpc_train.plan.mesh import Mesh
-from tests.parallel.meshes import Case, config_of, normalised, train_cases
+from tests.parallel.meshes import Case, batches_of, config_of, normalised
 from tests.ranks import TestRank, run_ranks
-from tests.train.trainers import make_config
+from tests.train.trainers import make_config, make_trainer, share_of
 
 GPT = {"family": "gpt", "num_layers": 4, "hidden_size": 32, "num_heads": 4}
 
@@ -59,6 +59,14 @@ def test_data_parallel_sends_fp32_gradients_and_parameters_in_their_type() -> No
         assert (found.pattern, found.backward_bytes) == ("ring", 0)
 
 
+def test_gradients_that_travel_as_bf16_take_half_the_bytes() -> None:
+    found = [
+        _by_axis(make_config(GPT, {"gradient_wire": wire}), Mesh(1, 4, 1, 1))["dp"].forward_bytes
+        for wire in ("fp32", "bf16")
+    ]
+    assert found[1] * 8 == found[0] * 6
+
+
 def test_context_parallel_shares_tokens_and_turns_keys_and_values_around() -> None:
     config = make_config({**GPT, "family": "llama", "num_kv_heads": 2})
     alone, shared = _by_axis(config, Mesh(2, 1, 1, 1)), _by_axis(config, Mesh(2, 1, 4, 1))
@@ -93,12 +101,14 @@ COUNTED = [
     normalised(Case(2, 1, 2, "gpt", tied=True, schedule=("1f1b", 2))),
     normalised(Case(4, 1, 1, "llama", tied=True, schedule=("zero_bubble", 2))),
     normalised(Case(1, 2, 2, "llama-gqa", tied=True, schedule=("1f1b", 2))),
+    normalised(Case(1, 4, 1, "gpt", wire="bf16", schedule=("1f1b", 2))),
 ]
 SHARED_HEADS = [Case(1, 1, 3, "llama-gqa"), Case(1, 1, 3, "llama-gqa", sequence_parallel=True)]
 
 
 def _count_sent(me: TestRank, cases: list[Case]) -> list[dict[str, int]]:
-    """What this rank hands to torch.distributed in one step of each case, by the group's name.
+    """What this rank hands to torch.distributed in the second step of each case, by the group's name. In the first one
+    all ranks have the same parameters, which need no gather.
 
     A send counts its bytes; an all-reduce, whose messages torch does not show, what a ring sends.
     """
@@ -123,8 +133,10 @@ def _count_sent(me: TestRank, cases: list[Case]) -> list[dict[str, int]]:
     dist.all_reduce = counting(dist.all_reduce, lambda size: 2 * (size - 1) / size)
     found = []
     for case in cases:
-        sent.clear()
-        train_cases(me, [case], 1, torch.float32, False)
+        trainer = make_trainer(me, config_of(case))
+        for step in (1, 2):
+            sent.clear()
+            trainer.step(step, share_of(trainer, batches_of(step, case.num_sequences)), lr=1e-3)
         found.append(dict(sent))
     return found
 

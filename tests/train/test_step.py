@@ -82,6 +82,7 @@ def _train_with_bad_steps(me):
     results = []
     for step in range(1, 5):
         batches = sequences(step, 2)[me.rank : me.rank + 1]
+        trainer.publish_parameters()
         if step == 2 and me.rank == 1:
             with torch.no_grad():
                 keep = trainer.pipeline.chunks[0].norm.weight.clone()
@@ -93,6 +94,7 @@ def _train_with_bad_steps(me):
         if step == 2 and me.rank == 1:
             with torch.no_grad():
                 trainer.pipeline.chunks[0].norm.weight.copy_(keep)
+        trainer.publish_parameters()
         changed = not torch.equal(before, trainer.parameters[0].parameters)
         assert step == 2 or changed != results[-1].skipped
     return [(r.loss, r.skipped, r.num_supervised) for r in results], trainer.parameters[0].parameters
@@ -147,3 +149,66 @@ def test_a_run_that_is_all_warm_up_ends_at_the_full_rate():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     assert [learning_rate(step, config, 4) for step in (1, 4)] == [0.25, 1.0]
     assert learning_rate(1, OptimizerConfig(lr=1.0), 1) == 0.0
+
+
+def _train_by_parts(me, overlap, wire="fp32"):
+    """Losses, final weights, and what was begun in each of the steps: gathers and sums by model_chunk."""
+    from hpc_train.parallel.data import ShardedParameters
+
+    begun = []
+
+    class Noted(ShardedParameters):
+        def begin_gather(self):
+            if not self._is_whole and self._gather is None:
+                begun[-1].append(("gather", trainer.parameters.index(self)))
+            super().begin_gather()
+
+        def begin_reduce(self):
+            begun[-1].append(("sum", trainer.parameters.index(self)))
+            super().begin_reduce()
+
+    tree = {**TREES["gpt"], "num_layers": 4}
+    parallel = {"virtual_stages": 4, "overlap": overlap, "gradient_wire": wire}
+    trainer = make_trainer(me, make_config(tree, parallel))
+    for chunk in trainer.parameters:
+        chunk.__class__ = Noted
+    losses = []
+    for step in range(1, 5):
+        begun.append([])
+
+        def batches(step=step):
+            begun[-1].append("data")
+            yield from share_of(trainer, sequences(step, 4))
+
+        result = trainer.step(step, batches(), lr=1e-2)
+        losses.append((result.loss, result.grad_norm))
+        if step == 3:
+            begun.append([])
+            losses.append(trainer.evaluate([share_of(trainer, sequences(9, 4))]))
+    noted = list(begun)
+    begun.append([])
+    trainer.publish_parameters()
+    return losses, torch.cat([chunk.parameters for chunk in trainer.parameters]), noted
+
+
+def test_overlap_changes_no_bit_and_each_chunk_is_gathered_and_summed_once_a_step():
+    """The embeddings are tied, so the last chunk's sum is behind the first one's."""
+    with_overlap = run_ranks(_train_by_parts, 2, True)
+    without = run_ranks(_train_by_parts, 2, False)
+    gathers, sums = [("gather", chunk) for chunk in range(4)], [("sum", chunk) for chunk in (2, 1, 0, 3)]
+    for (losses, weights, begun), (losses_off, weights_off, begun_off) in zip(with_overlap, without, strict=True):
+        assert losses == losses_off
+        assert torch.equal(weights, weights_off)
+        # In the first step all ranks have the same parameters, and an evaluation leaves what the next step needs.
+        beside_data = [gathers[0], "data", *gathers[1:], *sums]
+        assert begun == [["data", *sums], beside_data, beside_data, gathers, ["data", *sums]]
+        assert begun_off[1] == ["data", *gathers, *sums]
+    assert torch.equal(with_overlap[0][1], with_overlap[1][1])
+
+
+def test_with_gradients_as_bf16_on_their_way_losses_follow_to_its_rounding():
+    exact, rounded = run_ranks(_train_by_parts, 2, True), run_ranks(_train_by_parts, 2, True, "bf16")
+    assert rounded[0][0] != exact[0][0]
+    assert torch.equal(rounded[0][1], rounded[1][1])
+    for ours, theirs in zip(rounded[0][0], exact[0][0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-2)

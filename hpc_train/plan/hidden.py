@@ -1,0 +1,115 @@
+"""How much of data parallel's communication a schedule can hide: what simulation exposes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_train.config import Config
+from hpc_train.plan.axis_bytes import dp_element_bytes, is_split_by_tokens, micro_batches_of
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.parameters import TensorSplit, plan_parameters
+from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Schedule
+from hpc_train.plan.schedule_collectives import plan_training
+from hpc_train.plan.schedule_steps import Costs
+from hpc_train.plan.simulate import simulate
+from hpc_train.plan.stages import model_costs, stage_parts
+
+RATIOS = (0.2, 0.5, 0.8)
+"""Of dp's transfers alone to compute alone, for which `best_hidden` says what can be hidden."""
+_MOST_PLAYED = 1000
+"""Forwards of all stages and chunks that are played (derived: some 2 s at most, while a plan is being made)."""
+
+
+@dataclass(frozen=True)
+class HiddenShare:
+    """Times in the unit of the costs.
+
+    makespan: of a step. compute: of the step if collectives took no time. communication: all collectives of the stage
+    that has most.
+    """
+
+    makespan: int
+    compute: int
+    communication: int
+
+    @property
+    def exposed(self) -> int:
+        """By how much collectives make the step longer."""
+        return self.makespan - self.compute
+
+    @property
+    def share(self) -> float:
+        """Of the collectives' time, what is beside compute or would be idle; 1.0 where there are none."""
+        return 1.0 - self.exposed / self.communication if self.communication else 1.0
+
+
+def hidden_share(schedule: Schedule, costs: Costs) -> HiddenShare:
+    """The best that an execution of the schedule can do: everything begins as early as its list allows."""
+
+    def without(stage: int, action: Action) -> int:
+        return 0 if action.op in COLLECTIVES else costs(stage, action)
+
+    of_stages = [
+        sum(costs(stage, action) for action in actions if action.op in COLLECTIVES)
+        for stage, actions in enumerate(schedule.actions)
+    ]
+    return HiddenShare(simulate(schedule, costs).makespan, simulate(schedule, without).makespan, max(of_stages))
+
+
+def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) -> tuple[tuple[float, float], ...]:
+    """For each ratio (dp's transfers of the rank that sends most, to its compute) the share of them that can be hidden.
+
+    Messages of the pipeline take no time here, and data loading hides nothing. Nothing where dp is 1, overlap off, or
+    the schedule too long to be played in passing: more than _MOST_PLAYED forwards.
+
+    Raises:
+        ConfigError: the model or the batch cannot be split so.
+    """
+    if mesh.dp * mesh.cp == 1 or not config.parallel.overlap:
+        return ()
+    parallel, num_micro_batches = config.parallel, micro_batches_of(config, mesh)
+    # What is exposed lies beside the first forwards and the last backwards; more micro-batches between change nothing.
+    played = min(num_micro_batches, 2 * mesh.pp)
+    if played * mesh.pp * parallel.virtual_stages > _MOST_PLAYED:
+        return ()
+    tied = config.model.tied_embeddings
+    schedule = plan_training(parallel.schedule, mesh.pp, played, parallel.virtual_stages, has_tied=tied)
+    compute, elements = _chunk_costs(config, mesh), _chunk_elements(config, mesh)
+    widths = dict(zip((Op.ALL_GATHER, Op.REDUCE_SCATTER), dp_element_bytes(config), strict=True))
+    busiest = num_micro_batches * max(sum(compute[stage :: mesh.pp]) for stage in range(mesh.pp))
+    largest = sum(widths.values()) * max(sum(elements[stage :: mesh.pp]) for stage in range(mesh.pp))
+    # A backward is twice a forward, or a third each for its B and W.
+    thirds = {Op.F: 1, Op.B: 1 if schedule.splits_backward else 2, Op.W: 1}
+    found = []
+    for ratio in ratios:
+
+        def cost(stage: int, action: Action, ratio: float = ratio) -> int:
+            chunk = schedule.chunks[stage][action.model_chunk]
+            if action.op in thirds:
+                return compute[chunk] * thirds[action.op] // 3
+            if action.op in widths:
+                return int(ratio * busiest / largest * elements[chunk] * widths[action.op])
+            return 0
+
+        found.append((ratio, hidden_share(schedule, cost).share))
+    return tuple(found)
+
+
+def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
+    """Operations of one micro-batch on each global chunk."""
+    train = config.train
+    costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
+    return [
+        sum(costs.layers[part.layers.start : part.layers.stop]) + (costs.head_and_loss if part.has_head else 0)
+        for part in stage_parts(config, mesh)
+    ]
+
+
+def _chunk_elements(config: Config, mesh: Mesh) -> list[int]:
+    """Parameters of each global chunk on one rank."""
+    split = TensorSplit(mesh.tp, 0, is_split_by_tokens(config, mesh))
+    return [
+        sum(plan.box.num_elements for plan in plan_parameters(config.model, config.data.seq_len, part, split))
+        for part in stage_parts(config, mesh)
+    ]
