@@ -66,6 +66,11 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and to keep dynamo out torch would import it, for seconds a rank."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:

@@ -98,7 +98,7 @@ def _cases(world_size: int, seed: int) -> list[tuple[Case, str]]:
 
 
 FEW = {
-    1: [(Case(1, 1, 1, *options), precision) for options, precision in [
+    1: [(Case(1, 1, 1, *options, num_sequences=2), precision) for options, precision in [
         (("gpt", "none"), "fp32"), (("gpt", "full", False, True, False, 0.2), "bf16"),
         (("llama-gqa", "none", False, True, False, 0.0, "parallel", "mixed"), "bf16"), (("llama", "full"), "fp32"),
         (("llama-gqa", "selective", False, False, False, 0.2), "fp32"),
