@@ -92,6 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_ckpt_parser(commands)
     add_interactive_parsers(commands)
+    from hpc_train.observe.trace_arguments import add_trace_parser
+
+    add_trace_parser(commands)
     report = commands.add_parser(
         "report",
         help="loss curve and tables of a run",
@@ -203,6 +206,12 @@ def _report(options: argparse.Namespace) -> int:
     return report_command(options)
 
 
+def _trace(options: argparse.Namespace) -> int:
+    from hpc_train.observe.trace_command import trace_command
+
+    return trace_command(options)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "data": _data,
     "run": _run,
@@ -217,4 +226,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "ckpt": _ckpt,
     "report": _report,
+    "trace": _trace,
 }

@@ -7,7 +7,6 @@ refused with the nearest known name. Checks never rewrite a field: what was aske
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hpc_train.config_text import apply_override, parse_yaml
 from hpc_train.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -295,10 +295,17 @@ class FabricConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What is written beside metrics.jsonl and the logs of nodes. rank_logs: also a log file for each rank."""
+    """What is written beside metrics.jsonl and the logs of nodes. rank_logs: also a log file for each rank.
+
+    trace: times of segments, a file for each rank. trace_steps: first and last step; null for all. trace_max_segments:
+    of a rank and attempt, 72 bytes each; later ones are only counted (assumed: 1000 steps of 100 are enough).
+    """
 
     tensorboard: bool = False
     rank_logs: bool = False
+    trace: bool = True
+    trace_steps: tuple[Positive, Positive] | None = None
+    trace_max_segments: Positive = 100_000
 
 
 class Config(Section):
@@ -351,7 +358,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     text_source, text = _read_source(source)
     tree = parse_yaml(text, text_source)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return build_config(tree, text_source)
 
 
@@ -373,17 +380,6 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
 
 
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """A mapping from YAML text; a key given twice or anything but a mapping is refused."""
-    try:
-        tree = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping of sections (model, data, ...), found {type(tree).__name__}")
-    return tree
-
-
 def _read_source(source: str | Path) -> tuple[str, str]:
     path = Path(source)
     if not path.is_file() and path.suffix == "" and (RECIPES / f"{source}.yaml").is_file():
@@ -396,63 +392,6 @@ def _read_source(source: str | Path) -> tuple[str, str]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key given twice, and reads 3e-4 as a number (YAML 1.1, which PyYAML follows, calls it text)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$"),
-    list("-+0123456789"),
-)
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not separator or not all(parts):
-        raise ConfigError(f"{override!r} is not an override; write key.sub=value, for example train.steps=100")
-    try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from None
-    here: Any = tree
-    for part in parts[:-1]:
-        here = _descend(here, part, override)
-    if isinstance(here, list):
-        here[_list_index(here, parts[-1], override)] = value
-    else:
-        here[parts[-1]] = value
-
-
-def _descend(here: Any, part: str, override: str) -> Any:
-    if isinstance(here, list):
-        return here[_list_index(here, part, override)]
-    below = here.get(part)
-    if below is None:
-        below = here[part] = {}
-    if not isinstance(below, dict | list):
-        raise ConfigError(f"{override!r} goes through {part!r}, which is a value and has no keys below it")
-    return below
-
-
-def _list_index(items: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
-        raise ConfigError(f"{override!r}: {part!r} is not an index of a list with {len(items)} entries")
-    return int(part)
 
 
 def _root_faults(items: Sequence[Any]) -> list[Any]:

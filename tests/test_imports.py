@@ -15,21 +15,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hpc_train"
 
 # Each part of hpc_train, and the parts that it may import beside errors, log and itself.
-_BELOW_TRAIN = ["config", "cluster", "plan", "comm", "models", "parallel", "data", "checkpoint"]
+_BELOW_TRAIN = ["config", "record", "cluster", "plan", "comm", "models", "parallel", "data", "checkpoint"]
 MAY_IMPORT = {
     "errors": [],
     "log": [],
-    "config": [],
+    "config_text": [],
+    "config": ["config_text"],
+    "record": [],
     "cluster": ["config"],
     "plan": ["config", "cluster"],
     "launch": ["config", "cluster", "plan"],
-    "health": ["config", "cluster", "plan", "launch"],
-    "observe": ["config", "plan"],
-    "comm": ["config", "cluster", "plan"],
+    "health": ["config", "cluster", "plan", "launch", "record"],
+    "observe": ["config", "plan", "record"],
+    "comm": ["config", "cluster", "plan", "record"],
     "models": ["config"],
-    "parallel": ["config", "plan", "comm", "models"],
-    "data": ["config", "plan", "comm"],
-    "checkpoint": ["config", "cluster", "plan", "comm"],
+    "parallel": ["config", "plan", "comm", "models", "record"],
+    "data": ["config", "plan", "comm", "record"],
+    "checkpoint": ["config", "cluster", "plan", "comm", "record"],
     "train": _BELOW_TRAIN,
     # Data only: recipes are YAML, _share is where slurm/ and env/ go when installed.
     "recipes": [],
@@ -38,7 +40,19 @@ MAY_IMPORT = {
 # These start everything else, and import it when called.
 FREE = ["__init__", "__main__", "cli"]
 
-TORCH_FREE_PARTS = ["errors", "log", "config", "cluster", "plan", "launch", "health", "observe", "recipes"]
+TORCH_FREE_PARTS = [
+    "errors",
+    "log",
+    "config",
+    "config_text",
+    "record",
+    "cluster",
+    "plan",
+    "launch",
+    "health",
+    "observe",
+    "recipes",
+]
 TORCH_FREE_MODULES = [
     *(f"hpc_train.data.{name}" for name in ("build", "index", "tokenizer")),
     *(f"hpc_train.checkpoint.{name}" for name in ("command", "find", "hf_config", "hf_names", "verify")),
@@ -196,7 +210,7 @@ def test_what_a_login_node_runs_imports_neither_torch_nor_mpi4py_nor_cupy() -> N
     _python(_IMPORT_AND_LIST, ",".join(NOT_ON_A_LOGIN_NODE), *chosen)
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["data"], ["plan"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["data"], ["plan"], ["trace"]])
 def test_help_imports_neither_pydantic_nor_numpy(command: list[str]) -> None:
     code = (
         "import sys\nfrom hpc_train.cli import main\nsys.argv[0] = 'hpc-train'\n"

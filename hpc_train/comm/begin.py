@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.comm.collectives import Group
+from hpc_train.record import NO_SEGMENT, Segment
 
 
 @dataclass
@@ -22,18 +23,22 @@ class Pending:
     """A collective under way.
 
     works: of its transfers. finish: what is to be done when they are over; None where they are the whole of it.
+    segment: what its time is recorded as, up to the end of its transfers.
     """
 
     works: Sequence[Any] = ()
     finish: Callable[[], None] | None = None
+    segment: Segment = NO_SEGMENT
 
     def wait(self) -> None:
         """Return when the result is there; on nccl, when it is for all that is launched from here on."""
+        self.segment.begin_wait()
         for work in self.works:
             work.wait()
+        self.segment.end()
         if self.finish is not None:
             self.finish()
-        self.works, self.finish = (), None
+        self.works, self.finish, self.segment = (), None, NO_SEGMENT
 
 
 def begin_all_gather(flat: torch.Tensor, group: Group) -> Pending:
@@ -43,11 +48,13 @@ def begin_all_gather(flat: torch.Tensor, group: Group) -> Pending:
     """
     if group.group_size == 1:
         return Pending()
+    segment = group.timed("all_gather", flat.nbytes)
     parts = flat.view(group.group_size, -1)
     mine = parts[group.group_rank]
     if group.backend == "nccl":
-        return Pending([dist.all_gather_into_tensor(flat, mine, group=group.handle, async_op=True)])
-    return Pending(_exchange([(rank, mine, parts[peer]) for peer, rank in group.peers], group))
+        work = dist.all_gather_into_tensor(flat, mine, group=group.handle, async_op=True)
+        return Pending([work], segment=segment)
+    return Pending(_exchange([(rank, mine, parts[peer]) for peer, rank in group.peers], group), segment=segment)
 
 
 def room_for_sums(flat: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> torch.Tensor | None:
@@ -80,17 +87,20 @@ def begin_reduce_scatter(
     mine = parts[group.group_rank]
     if wire is not None and _is_narrower(wire, flat):
         return _begin_narrow(flat, group, wire)
+    segment = group.timed("reduce_scatter", flat.nbytes)
     if group.backend == "nccl":
-        return Pending([dist.reduce_scatter_tensor(mine, parts, group=group.handle, async_op=True)])
+        work = dist.reduce_scatter_tensor(mine, parts, group=group.handle, async_op=True)
+        return Pending([work], segment=segment)
     assert room is not None, "gloo receives summands into room_for_sums"
     transfers = [(rank, parts[peer], room[slot]) for slot, (peer, rank) in enumerate(group.peers)]
-    return Pending(_exchange(transfers, group), lambda: _add(mine, list(room)))
+    return Pending(_exchange(transfers, group), lambda: _add(mine, list(room)), segment)
 
 
 def _begin_narrow(flat: torch.Tensor, group: Group, wire: torch.dtype) -> Pending:
     """Direct sends on every backend. What goes to a rank, and what comes from it, lie in its part of `flat`, which
     nobody needs any more.
     """
+    segment = group.timed("reduce_scatter", flat.numel() * wire.itemsize)
     parts = flat.view(group.group_size, -1)
     words = flat.view(wire).view(group.group_size, -1, parts.shape[1])
     transfers = []
@@ -98,7 +108,7 @@ def _begin_narrow(flat: torch.Tensor, group: Group, wire: torch.dtype) -> Pendin
         words[peer, 0].copy_(parts[peer].to(wire))
         transfers.append((rank, words[peer, 0], words[peer, 1]))
     received = [theirs for _, _, theirs in transfers]
-    return Pending(_exchange(transfers, group), lambda: _add(parts[group.group_rank], received))
+    return Pending(_exchange(transfers, group), lambda: _add(parts[group.group_rank], received), segment)
 
 
 def _is_narrower(wire: torch.dtype | None, flat: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from hpc_train.comm.world import World
 from hpc_train.errors import LaunchError
 from hpc_train.plan.groups import COMMON_KINDS, WORLD, GroupKind, GroupPlan
 from hpc_train.plan.mesh import AXES, Mesh
+from hpc_train.record import NOT_RECORDED, Recorder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,11 @@ class Groups:
     handles: tuple[dist.ProcessGroup, ...] = ()
 
     @property
+    def recorder(self) -> Recorder:
+        """What times their communication, and this rank's other work."""
+        return self.world.recorder
+
+    @property
     def mesh(self) -> Mesh:
         return self.plan.mesh
 
@@ -59,7 +65,7 @@ class Groups:
         if name == WORLD:
             return self.world
         self.plan.kind(name)
-        return self.by_name.get(name) or Group((self.rank,), 0, None, self.world.backend)
+        return self.by_name.get(name) or Group((self.rank,), 0, None, self.world.backend, name, self.recorder)
 
     def close(self) -> None:
         """Leave these groups and keep the group of all ranks, so that others can be made. All ranks call it."""
@@ -93,7 +99,7 @@ class Groups:
         return DeviceMesh.from_group(handles, self.device_type, mesh=ranks, mesh_dim_names=tuple(wanted))
 
 
-def build_groups(world: World, plan: GroupPlan | None = None) -> Groups:
+def build_groups(world: World, plan: GroupPlan | None = None, recorder: Recorder = NOT_RECORDED) -> Groups:
     """Make this rank's groups. Collective over all ranks, but each takes part in its own groups only.
 
     No barrier follows a group, and kinds of the same ranks share one: creation costs a rank what its own groups cost,
@@ -101,6 +107,7 @@ def build_groups(world: World, plan: GroupPlan | None = None) -> Groups:
 
     Args:
         plan: left out, the axes of the layout that bootstrap was given, with HDP and MODEL.
+        recorder: What times the groups' communication.
 
     Raises:
         ValueError: no plan is given, and bootstrap was given no layout.
@@ -114,7 +121,7 @@ def build_groups(world: World, plan: GroupPlan | None = None) -> Groups:
             )
         plan = GroupPlan(world.plan.mesh, COMMON_KINDS)
     prefix = _agree_on_plan(world, plan)
-    whole = world_group(world.world_size, world.rank, world.backend)
+    whole = world_group(world.world_size, world.rank, world.backend, recorder)
     made: dict[str, Group] = {}
     sources: dict[str, Group] = {WORLD: whole}
     handles = []
@@ -125,11 +132,11 @@ def build_groups(world: World, plan: GroupPlan | None = None) -> Groups:
         handle = make(kind, ranks)
         handles.append(handle)
         if len(ranks) > 1:
-            sources[kind.name] = Group(ranks, ranks.index(world.rank), handle, world.backend)
+            sources[kind.name] = Group(ranks, ranks.index(world.rank), handle, world.backend, kind.name, recorder)
     for kind in plan.kinds:
         source = sources.get(plan.same_as(kind.name))
         if source is not None and plan.group_size(kind.name) > 1:
-            made[kind.name] = source
+            made[kind.name] = replace(source, name=kind.name)
     return Groups(plan, world.rank, whole, world.device.type, made, tuple(handles))
 
 

@@ -26,9 +26,11 @@ from hpc_train.errors import ConfigError
 from hpc_train.models.transformer import Inputs, Transformer
 from hpc_train.parallel.split_backward import WeightQueue
 from hpc_train.plan.schedule import Action, Direction, Op, Payload, Schedule, source_of
+from hpc_train.record import NO_SEGMENT, Segment
 
 Key = tuple[Payload, int, int]
 """What is kept or travels: its kind, micro-batch, and the model_chunk that made it or needs it."""
+_LABELS = {Op.F: "forward", Op.B: "backward", Op.W: "backward of weights"}
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Pipeline:
         self.stage = up.group_rank
         self._groups = {Direction.UP: up, Direction.DOWN: down}
         self._dtype = dtype
+        self._recorder = up.recorder
         self._queues = None if queues is None else tuple(queues)
 
     def run(
@@ -113,10 +116,18 @@ class Pipeline:
             actor = actors.get(action.op)
             if actor is None:
                 raise ConfigError(f"the schedule has {action.describe()}, which nothing here carries out")
-            actor(action)
+            with self._timed(action):
+                actor(action)
         for work, _ in step.sending.values():
             work.wait()
         return [loss for loss in step.losses if loss is not None]
+
+    def _timed(self, action: Action) -> Segment:
+        label = _LABELS.get(action.op)
+        if label is None:
+            return NO_SEGMENT
+        micro_batch, own = _place(action)
+        return self._recorder.segment(label, micro_batch=micro_batch, model_chunk=own)
 
     def _forward(self, action: Action, schedule: Schedule, step: _Step) -> None:
         micro_batch, own = _place(action)

@@ -23,6 +23,7 @@ from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters
 from hpc_train.plan.stages import stage_parts
+from hpc_train.record import NOT_RECORDED, Recorder
 from hpc_train.train.lamb import ShardedLamb
 from hpc_train.train.loop import Run
 from hpc_train.train.metrics import Metrics
@@ -34,30 +35,32 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 
-def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World) -> Run:
+def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World, recorder: Recorder = NOT_RECORDED) -> Run:
     """Everything that the loop needs. Collective over all ranks.
 
     Raises:
         ConfigError, DataError: on every rank, before any collective of the training.
     """
     loader = _open_data(config, mesh, world)
-    trainer = build_trainer(config, mesh, world)
+    trainer = build_trainer(config, mesh, world, recorder=recorder)
     peak, origin = world_peak_flops(world, _DTYPES[config.train.precision], config.train.peak_flops_per_rank)
     if world.rank == 0:
         count = num_parameters(config.model, config.data.seq_len)
         say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}")
         say(f"peak of all ranks for MFU: {peak / 1e9:.1f} GFLOP/s ({origin})")
-    return Run(config, world, run_dir, trainer, loader, _open_metrics(run_dir, config, world), peak)
+    return Run(config, world, run_dir, trainer, loader, _open_metrics(run_dir, config, world), peak, recorder)
 
 
-def build_trainer(config: Config, mesh: Mesh, world: World, dtype: torch.dtype | None = None) -> Trainer:
+def build_trainer(
+    config: Config, mesh: Mesh, world: World, dtype: torch.dtype | None = None, recorder: Recorder = NOT_RECORDED
+) -> Trainer:
     """This rank's model_chunks, their sharded parameters and optimizer, and its place in the pipeline.
 
     dtype: of the parameters; None for what train.precision says.
     """
     dtype = dtype or _DTYPES[config.train.precision]
     parts = stage_parts(config, mesh)
-    groups = build_groups(world, training_plan(mesh, with_tied=config.model.tied_embeddings))
+    groups = build_groups(world, training_plan(mesh, with_tied=config.model.tied_embeddings), recorder)
     own = parts[groups.coords["pp"] :: mesh.pp]
     say(f"this rank: {_place(groups.coords, own, mesh)}")
     chunks = [_build_chunk(config, part, groups, world, dtype) for part in own]

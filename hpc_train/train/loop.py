@@ -19,6 +19,7 @@ from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 from hpc_train.plan.cost import mfu
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER
+from hpc_train.record import NOT_RECORDED, Kind, Recorder
 from hpc_train.train.metrics import Metrics, rate
 from hpc_train.train.optimizer import learning_rate
 from hpc_train.train.state import plain_values, state_pieces
@@ -37,6 +38,7 @@ class Run:
     loader: Loader
     metrics: Metrics | None
     peak_flops: float
+    recorder: Recorder = NOT_RECORDED
     step: int = 0
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
@@ -68,9 +70,9 @@ def train(run: Run) -> Stopped | None:
             begin = time.perf_counter()
             run.step += 1
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
-            result = run.trainer.step(
-                run.step, _micro_batches(run, run.loader.next_step(run.step)), lr, run.stop.wanted
-            )
+            with run.recorder.step(run.step):
+                batches = _micro_batches(run, run.loader.next_step(run.step))
+                result = run.trainer.step(run.step, batches, lr, run.stop.wanted)
             stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -152,14 +154,15 @@ def save(run: Run) -> bool:
     begin = time.perf_counter()
     values = plain_values(run.trainer, run.loader.state(), run.skipped_steps)
     try:
-        path = save_checkpoint(
-            run.run_dir / CHECKPOINTS_FOLDER,
-            run.step,
-            state_pieces(run.trainer, counted=True),
-            values,
-            run.world,
-            keep=run.config.checkpoint.keep,
-        )
+        with run.recorder.segment("save", Kind.SAVE):
+            path = save_checkpoint(
+                run.run_dir / CHECKPOINTS_FOLDER,
+                run.step,
+                state_pieces(run.trainer, counted=True),
+                values,
+                run.world,
+                keep=run.config.checkpoint.keep,
+            )
     except CheckpointError as error:
         if run.config.checkpoint.on_error == "stop":
             raise

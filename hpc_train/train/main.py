@@ -167,12 +167,13 @@ def _train(
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
     from hpc_train.train.build import build_run
+    from hpc_train.train.recording import start_recorder
 
     if config.observe.rank_logs:
         log.copy_output(rank_log(run_dir, world.rank))
     report_environment(world)
     bind_rank(world, config.launch.bind, config.launch.num_threads)
-    run = build_run(run_dir, config, mesh, world)
+    run = build_run(run_dir, config, mesh, world, start_recorder(run_dir, config.observe, world))
     run.stop = stop
     if world.rank == 0:
         env = process_env()
@@ -192,7 +193,10 @@ def _train(
     if world.rank == 0:
         log.say(f"starting at step {run.step + 1} of {config.train.steps}")
     debugger.stop_here()
-    stopped = loop.train(run)
+    try:
+        stopped = loop.train(run)
+    finally:
+        run.recorder.close()
     if run.metrics is not None:
         run.metrics.close()
     return stopped

@@ -27,6 +27,7 @@ from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.plan.schedule import Schedule
 from hpc_train.plan.schedule_collectives import plan_evaluation, plan_training
 from hpc_train.plan.schedule_orders import Kind
+from hpc_train.record import Kind as SegmentKind
 from hpc_train.train.optimizer import NORM_PIECE, ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ class Trainer:
         number: the step's, from 1. stop_wanted is asked once, late in the step.
         """
         self._collectives.begin_step()
+        recorder = self.groups.recorder
         for chunk in self.parameters:
             chunk.zero_gradients()
-        batches = list(micro_batches)
+        with recorder.segment("data", SegmentKind.DATA):
+            batches = list(micro_batches)
         schedule = plan_training(
             self.schedule, self._num_stages, len(batches), len(self.parameters), has_tied=self.has_tied
         )
@@ -97,14 +100,16 @@ class Trainer:
         loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
             [loss_sum, tokens, supervised, square, int(stop_wanted())], self.groups.world, self.device
         )
+        recorder.anchor()  # the device has given the sums, so it has nothing left to do
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
         grad_norm = math.sqrt(square) / supervised if supervised else 0.0
         if not skipped:
-            for shard in shards:
-                shard.mul_(self._gradient_scale(grad_norm) / supervised)
-            self.optimizer.step(lr)
-            for chunk in self.parameters:
-                chunk.publish_shard()
+            with recorder.segment("optimizer"):
+                for shard in shards:
+                    shard.mul_(self._gradient_scale(grad_norm) / supervised)
+                self.optimizer.step(lr)
+                for chunk in self.parameters:
+                    chunk.publish_shard()
         loss = loss_sum / supervised if supervised else 0.0
         return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
 

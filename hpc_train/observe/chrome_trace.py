@@ -1,0 +1,133 @@
+"""Rows of ranks as one Chrome trace, which Perfetto opens: a process a rank, with tracks that hold no overlaps.
+
+- track 1 has the rank's own work, and within it its waits
+- tracks 2 and on have transfers, each on the first track that is free while it is in flight
+- an arrow goes from each send to its receive
+
+A process's number is the rank and one, since 0 has a meaning of its own; those of arrows are counted over all ranks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from hpc_train.observe.exposed import Key, key_of
+from hpc_train.observe.trace_files import RankTrace, rows_of
+from hpc_train.record import Kind
+
+_WORK_TRACK = 1
+_ARROW = {"name": "send", "cat": "send"}
+
+
+def write_chrome_trace(path: Path, traces: Sequence[RankTrace]) -> int:
+    """Write the trace, compressed where the name ends in .gz, and return how many events it has."""
+    count = 0
+    temporary = path.with_name(f".{path.name}.part")
+    with _opened(temporary, is_packed=path.suffix == ".gz") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for event in chrome_events(traces):
+            _write(file, event, is_first=count == 0)
+            count += 1
+        file.write("\n]}\n")
+    temporary.replace(path)
+    return count
+
+
+def _opened(path: Path, *, is_packed: bool) -> TextIO:
+    return cast(TextIO, gzip.open(path, "wt", compresslevel=5)) if is_packed else path.open("w", encoding="utf-8")
+
+
+def _write(file: TextIO, event: dict[str, Any], *, is_first: bool) -> None:
+    file.write(("" if is_first else ",\n") + json.dumps(event, allow_nan=False, separators=(",", ":")))
+
+
+def chrome_events(traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+    """The events one by one; times begin at 0."""
+    start_ns = min((int(rows[:, 1].min()) for _, _, rows in rows_of(traces)), default=0)
+    arrows = _arrows(traces)
+    for trace in traces:
+        yield from _metadata(trace)
+        tracks: list[int] = []
+        for step in sorted(trace.rows):
+            for row in sorted(trace.rows[step].tolist(), key=lambda row: (row[1], -row[3])):
+                yield from _events_of_row(trace, step, row, start_ns, tracks, arrows)
+        yield from (_named(trace.rank, track + 2, f"transfers {track + 1}") for track in range(len(tracks)))
+        if trace.num_dropped:
+            yield _dropped(trace, start_ns)
+
+
+def _metadata(trace: RankTrace) -> Iterator[dict[str, Any]]:
+    pid = trace.rank + 1
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {trace.rank} {trace.node}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": trace.rank}}
+    yield _named(trace.rank, _WORK_TRACK, "work and waits")
+
+
+def _named(rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": rank + 1, "tid": track, "args": {"name": name}}
+
+
+def _dropped(trace: RankTrace, start_ns: int) -> dict[str, Any]:
+    last = max((int(rows[:, 3].max()) for rows in trace.rows.values()), default=start_ns)
+    text = f"dropped {trace.num_dropped}"
+    event = {"ph": "i", "s": "p", "name": text, "pid": trace.rank + 1, "tid": _WORK_TRACK, "ts": _us(last - start_ns)}
+    return {**event, "args": {"dropped": trace.num_dropped}}
+
+
+def _events_of_row(
+    trace: RankTrace, step: int, row: list[int], start_ns: int, tracks: list[int], arrows: dict[Key, int]
+) -> Iterator[dict[str, Any]]:
+    name_id, begin, wait, end, micro_batch, model_chunk, peer, number, num_bytes = row
+    name, pid = trace.names[name_id], trace.rank + 1
+    end = max(begin, end)
+    known = {"micro_batch": micro_batch, "model_chunk": model_chunk, "peer": peer, "bytes": num_bytes}
+    details = {"step": step, **{key: value for key, value in known.items() if value >= 0}}
+    common = {"cat": str(name.kind), "pid": pid, "ts": _us(begin - start_ns), "args": details}
+    key = key_of(name, step, trace.rank, peer, number)
+    label = f"step {step}" if name.kind is Kind.STEP else name.label
+    if key is None:
+        yield {"ph": "X", "name": label, "tid": _WORK_TRACK, "dur": _us(end - begin), **common}
+        return
+    track = _free_track(tracks, begin, end) + 2
+    yield {"ph": "X", "name": label, "tid": track, "dur": _us(end - begin), **common}
+    if end > wait:
+        waiting = {**common, "cat": "wait", "ts": _us(wait - start_ns)}
+        yield {"ph": "X", "name": f"wait: {label}", "tid": _WORK_TRACK, "dur": _us(end - wait), **waiting}
+    if key in arrows:
+        # Within the slices, so that a viewer binds the arrow to them.
+        is_send = name.kind is Kind.SEND
+        at = _us((begin if is_send else max(begin, end - min(1000, (end - begin) // 2))) - start_ns)
+        arrow = {**_ARROW, "id": arrows[key], "pid": pid, "tid": track, "ts": at}
+        yield {"ph": "s", **arrow} if is_send else {"ph": "f", "bp": "e", **arrow}
+
+
+def _free_track(tracks: list[int], begin: int, end: int) -> int:
+    """The first track that is free at `begin`; tracks has the end of each one's last slice."""
+    for track, busy_until in enumerate(tracks):
+        if busy_until <= begin:
+            tracks[track] = end
+            return track
+    tracks.append(end)
+    return len(tracks) - 1
+
+
+def _arrows(traces: Sequence[RankTrace]) -> dict[Key, int]:
+    """A number, from 1, for each send whose receive is here too."""
+    sides: dict[Key, set[Kind]] = {}
+    for trace, step, rows in rows_of(traces):
+        for row in rows.tolist():
+            name = trace.names[row[0]]
+            if name.kind in (Kind.SEND, Kind.RECEIVE):
+                key = key_of(name, step, trace.rank, row[6], row[7])
+                assert key is not None
+                sides.setdefault(key, set()).add(name.kind)
+    both = [key for key, kinds in sides.items() if len(kinds) == 2]
+    return {key: number for number, key in enumerate(both, start=1)}
+
+
+def _us(ns: int) -> float:
+    return ns / 1000

@@ -1,0 +1,159 @@
+"""How much of a step's time ranks wait for communication, by its kind.
+
+docs/concepts/exposed-communication.md has the definition. A rank waits from `wait` to `end` of a row. While another
+rank has not yet begun its own part, that is waiting for the rank; the rest is exposed communication.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_train.observe.trace_files import RankTrace, quotient, rows_of
+from hpc_train.record import Kind, Name
+
+Key = tuple[int, str, str, int, int, int]
+"""What the rows of one transfer have in common: step, group, operation, first or sending rank, receiver, number."""
+
+
+@dataclass
+class Exposure:
+    """Of one kind, summed over the chosen ranks and steps; times in ns.
+
+    num_matched: those whose other sides were all among the chosen ranks; where they were not, all waiting is exposed.
+    """
+
+    label: str
+    num: int = 0
+    num_matched: int = 0
+    num_bytes: int = 0
+    in_flight_ns: int = 0
+    late_ns: int = 0
+    exposed_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Exposures:
+    """num_steps: steps of ranks, so 8 ranks x 20 steps are 160. step_ns: their times added."""
+
+    kinds: tuple[Exposure, ...]
+    num_steps: int
+    step_ns: int
+
+    def share(self, exposure: Exposure) -> float | None:
+        """Of the steps' time; None where that is not known."""
+        return quotient(exposure.exposed_ns, self.step_ns)
+
+
+def key_of(name: Name, step: int, rank: int, peer: int, number: int) -> Key | None:
+    """What matches a row with those of other ranks; None for work that is a rank's own."""
+    if name.kind is Kind.SEND:
+        return (step, name.group, "p2p", rank, peer, number)
+    if name.kind is Kind.RECEIVE:
+        return (step, name.group, "p2p", peer, rank, number)
+    if name.kind is Kind.COLLECTIVE:
+        return (step, name.group, name.label, name.first_rank, -1, number)
+    return None
+
+
+def measure_exposure(traces: Sequence[RankTrace]) -> Exposures:
+    """By kind, in the order of their exposed time, the longest first."""
+    begun, last_begin = _begins(traces)
+    found: dict[str, Exposure] = {}
+    num_steps, step_ns = 0, 0
+    for trace, step, rows in rows_of(traces):
+        within = _step_span(trace, rows)
+        if within is None:
+            continue
+        num_steps += 1
+        step_ns += max(0, within[1] - within[0])
+        for name_id, begin, wait, end, _, _, peer, number, num_bytes in rows.tolist():
+            name = trace.names[name_id]
+            key = key_of(name, step, trace.rank, peer, number)
+            if key is None or not within[0] <= begin <= within[1]:
+                continue
+            kind = found.setdefault(name.label, Exposure(name.label))
+            kind.num += 1
+            kind.num_bytes += num_bytes
+            kind.in_flight_ns += max(0, end - begin)
+            waited = max(0, end - wait)
+            is_matched = begun[key] == (name.group_size if name.kind is Kind.COLLECTIVE else 2)
+            late = min(waited, max(0, last_begin[key] - wait)) if is_matched else 0
+            kind.num_matched += is_matched
+            kind.late_ns += late
+            kind.exposed_ns += waited - late
+    kinds = sorted(found.values(), key=lambda kind: (-kind.exposed_ns, kind.label))
+    return Exposures(tuple(kinds), num_steps, step_ns)
+
+
+def _begins(traces: Sequence[RankTrace]) -> tuple[dict[Key, int], dict[Key, int]]:
+    """Of each transfer how many ranks have begun it, and when the last one did."""
+    begun: dict[Key, int] = defaultdict(int)
+    last_begin: dict[Key, int] = {}
+    for trace, step, rows in rows_of(traces):
+        for name_id, begin, _, _, _, _, peer, number, _ in rows.tolist():
+            key = key_of(trace.names[name_id], step, trace.rank, peer, number)
+            if key is not None:
+                begun[key] += 1
+                last_begin[key] = max(begin, last_begin.get(key, begin))
+    return begun, last_begin
+
+
+def _step_span(trace: RankTrace, rows: np.ndarray) -> tuple[int, int] | None:
+    """Begin and end of the step; None where it has not ended, as at a crash."""
+    ids = [number for number, name in enumerate(trace.names) if name.kind is Kind.STEP]
+    steps = rows[np.isin(rows[:, 0], ids)]
+    return (int(steps[0, 1]), int(steps[0, 3])) if len(steps) else None
+
+
+def exposure_table(exposures: Exposures) -> str:
+    """The figures as a table, per step and rank."""
+    steps = exposures.num_steps
+    head = ("communication", "number", "MB", "in flight ms", "peers late ms", "exposed ms", "share of step")
+    lines: list[tuple[str, ...]] = [head]
+    for kind in exposures.kinds:
+        times = [_text(quotient(ns / 1e6, steps), ".3f") for ns in (kind.in_flight_ns, kind.late_ns, kind.exposed_ns)]
+        number, megabytes = quotient(kind.num, steps), quotient(kind.num_bytes / 1e6, steps)
+        lines.append(
+            (kind.label, _text(number, ".1f"), _text(megabytes, ".3f"), *times, _text(exposures.share(kind), ".1%"))
+        )
+    total = sum(kind.exposed_ns for kind in exposures.kinds)
+    share = _text(quotient(total, exposures.step_ns), ".1%")
+    lines.append(("all", "", "", "", "", _text(quotient(total / 1e6, steps), ".3f"), share))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def exposure_figures(exposures: Exposures) -> dict[str, object]:
+    """The same for strict JSON, null for what is not known."""
+    steps = exposures.num_steps
+    return {
+        "steps_of_ranks": steps,
+        "step_time_s": quotient(exposures.step_ns / 1e9, steps),
+        "kinds": {
+            kind.label: {
+                "number": kind.num,
+                "number_matched": kind.num_matched,
+                "bytes": kind.num_bytes,
+                "in_flight_s": kind.in_flight_ns / 1e9,
+                "peers_late_s": kind.late_ns / 1e9,
+                "exposed_s": kind.exposed_ns / 1e9,
+                "bytes_per_s": quotient(kind.num_bytes, kind.in_flight_ns / 1e9),
+                "share_of_step": exposures.share(kind),
+            }
+            for kind in exposures.kinds
+        },
+    }
+
+
+def _text(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)

@@ -1,0 +1,22 @@
+"""The arguments of `hpc-train trace`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_trace_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "trace",
+        help="timeline of chosen ranks and steps for Perfetto, and how much communication is exposed",
+        description="Merge what ranks recorded into one Chrome trace, which https://ui.perfetto.dev opens, and print "
+        "which share of the steps' time is exposed communication, by its kind.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("--ranks", metavar="R", help="such as 0-3,8 (default: all)")
+    parser.add_argument("--steps", metavar="A-B", help="first and last step (default: all that were recorded)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="which start of the run (default: the last)")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: RUN/trace.json.gz)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")

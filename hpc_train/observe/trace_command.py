@@ -1,0 +1,80 @@
+"""`hpc-train trace RUN`: a timeline of chosen ranks and steps, and the exposed share of each kind of communication."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.errors import DataError
+from hpc_train.log import say
+from hpc_train.observe.chrome_trace import write_chrome_trace
+from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_exposure
+from hpc_train.observe.trace_files import RankTrace, TraceFolder, choose_ranks, find_trace, parse_ranges, read_rank
+
+# More than this in one file opens slowly or not at all in a browser (assumed; some 300 MB of JSON).
+_MAX_ROWS = 1_500_000
+
+
+def trace_command(args: argparse.Namespace) -> int:
+    """Write the trace and print the table, or with --json the figures."""
+    run_dir = Path(args.run)
+    folder = find_trace(run_dir, args.attempt)
+    steps = None
+    if args.steps is not None:
+        parts = parse_ranges(args.steps, "--steps")
+        if len(parts) != 1:
+            raise DataError(f"--steps {args.steps!r} is not one range; write for example 10-29.")
+        (steps,) = parts
+    traces = _read(folder, choose_ranks(folder, args.ranks), steps)
+    out = Path(args.out) if args.out else run_dir / "trace.json.gz"
+    num_events = write_chrome_trace(out, traces)
+    exposures = measure_exposure(traces)
+    notes = _notes(traces)
+    taken = sorted({step for trace in traces for step in trace.rows})
+    if args.json:
+        found = {"out": str(out), "events": num_events, "ranks": len(traces), "first_step": taken[0]}
+        say(json.dumps({**found, "last_step": taken[-1], "notes": notes, **exposure_figures(exposures)}))
+        return 0
+    say(f"{len(traces)} ranks, steps {taken[0]} to {taken[-1]}; per rank and step:")
+    say(exposure_table(exposures))
+    for note in notes:
+        say(f"note: {note}")
+    say(f"written: {out} ({num_events} events; open it in https://ui.perfetto.dev)")
+    return 0
+
+
+def _read(folder: TraceFolder, ranks: Sequence[int], steps: range | None) -> list[RankTrace]:
+    """The ranks' rows, at most what a viewer opens.
+
+    Raises:
+        DataError: too many, or none.
+    """
+    traces: list[RankTrace] = []
+    num_rows = 0
+    for rank in ranks:
+        traces.append(read_rank(folder, rank, steps))
+        num_rows += sum(map(len, traces[-1].rows.values()))
+        if num_rows > _MAX_ROWS:
+            num_steps = len(traces[0].rows)
+            fitting = max(1, num_steps * _MAX_ROWS * len(traces) // (num_rows * len(ranks)))
+            raise DataError(
+                f"{len(ranks)} ranks x {num_steps} steps have more than the {_MAX_ROWS} segments that a viewer opens. "
+                f"Choose some {fitting} steps by --steps, or fewer ranks by --ranks."
+            )
+    if not num_rows:
+        chosen = "" if steps is None else f" in steps {steps.start} to {steps.stop - 1}"
+        raise DataError(f"the chosen ranks have recorded nothing{chosen}. See observe.trace_steps in the run's config.")
+    return traces
+
+
+def _notes(traces: Sequence[RankTrace]) -> list[str]:
+    notes = []
+    dropped = sum(trace.num_dropped for trace in traces)
+    if dropped:
+        notes.append(f"dropped {dropped} segments beyond observe.trace_max_segments or for a file system too slow")
+    error_ns = max(trace.clock_error_ns for trace in traces)
+    if error_ns:
+        notes.append(f"clocks of nodes agreed to {error_ns / 1000:.1f} us when the run started")
+    return notes
