@@ -307,6 +307,13 @@ class ObserveConfig(Section):
     trace_steps: tuple[Positive, Positive] | None = None
     trace_max_segments: Positive = 100_000
 
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> ObserveConfig:
+        if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
+            first, last = self.trace_steps
+            raise ValueError(f"observe.trace_steps={[first, last]} has no step in it; write [{last}, {first}]")
+        return self
+
 
 class Config(Section):
     """A whole run."""

@@ -75,6 +75,11 @@ def test_evaluation_without_heldout_data_is_refused():
         load_config("tiny", ["data.heldout=[]"])
 
 
+def test_a_range_of_traced_steps_with_no_step_in_it_is_refused():
+    with pytest.raises(ConfigError, match=r"observe\.trace_steps=\[9, 3\] has no step in it; write \[3, 9\]"):
+        load_config("tiny", ["observe.trace_steps=[9,3]"])
+
+
 def test_a_setting_without_effect_is_refused():
     with pytest.raises(ConfigError, match="no effect"):
         load_config("tiny", ["model.family=gpt"])

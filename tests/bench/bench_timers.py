@@ -74,12 +74,14 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
     short = replace(whole_batch, **tensors, boundaries=((_TOKENS,),), num_tokens=_TOKENS, num_supervised=_TOKENS)
     batches = [short] * (num_segments // 2)
     step_s: dict[str, list[float]] = {"off": [], "on": []}
+    processor_s: dict[str, list[float]] = {"off": [], "on": []}
     for number in range(rounds + 1):
         for name in ("off", "on") if number % 2 else ("on", "off"):
-            start = time.perf_counter()
+            start, start_processor = time.perf_counter(), time.process_time()
             with recorders[name].step(number + 1):
                 trainers[name].step(number + 1, batches, 1e-4)
             step_s[name].append(time.perf_counter() - start)
+            processor_s[name].append(time.process_time() - start_processor)
     recorders["on"].close()
     of_one: dict[str, list[float]] = {"off": [], "on": []}
     for number in range(rounds):
@@ -88,6 +90,7 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
         of_one["off"].append(segment_s(NOT_RECORDED, num_segments))
         recorder.close()
     ratios = [on / off for on, off in zip(step_s["on"][1:], step_s["off"][1:], strict=True)]
+    processor = [on / off for on, off in zip(processor_s["on"][1:], processor_s["off"][1:], strict=True)]
     whole, one = statistics.median(step_s["off"][1:]), statistics.median(of_one["on"])
     return {
         "what": "share of a step's time that its segments cost; medians",
@@ -101,6 +104,8 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
         "step_s_for_one_percent": 100 * num_segments * one,
         "steps_on_to_off": statistics.median(ratios),
         "steps_on_to_off_range": (min(ratios), max(ratios)),
+        "processor_on_to_off": statistics.median(processor),
+        "processor_on_to_off_range": (min(processor), max(processor)),
     }
 
 
