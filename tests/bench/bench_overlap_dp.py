@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -115,6 +116,27 @@ def _collectives(me: TestRank, args: Mapping[str, Any]) -> Callable[[list[Any]],
     return step
 
 
+def _gather_ends(me: TestRank, args: Mapping[str, Any]) -> list[float]:
+    """When each chunk's parameters are there, in seconds, where all gathers are begun at once: one after another, or
+    all of them late.
+    """
+    import torch.distributed as dist
+
+    trainer = _trainer(me, args, overlap=True)
+    ends: list[float] = []
+    for _ in range(2):  # the first time makes connections
+        ends.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        for chunk in trainer.parameters:
+            chunk.publish_shard()
+            chunk.begin_gather()
+        for chunk in trainer.parameters:
+            chunk.await_parameters()
+            ends.append(time.perf_counter() - start)
+    return ends
+
+
 def _ddp(me: TestRank, args: Mapping[str, Any], bucket_mb: int) -> Callable[[list[Any]], float]:
     import contextlib
 
@@ -176,7 +198,7 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
             for _ in range(args["steps_a_round"]):
                 peers[name](batches)
             seconds[name].append((time.perf_counter() - start) / args["steps_a_round"])
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "losses": losses, "gather_ends_s": _gather_ends(me, args)}
 
 
 def bound(args: Mapping[str, Any], compute_s: float, communication_s: float) -> float:
@@ -224,6 +246,7 @@ def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, 
         "overlap / no_overlap": _ratio(slowest, "overlap", "no_overlap"),
         "overlap / best ddp": _ratio(slowest, "overlap", f"ddp_{best_bucket}"),
         "best ddp": {"bucket_cap_mb": best_bucket, "step_s": best},
+        "gather_ends_s": results[0]["gather_ends_s"],
         "losses": losses,
     }
 
@@ -243,6 +266,7 @@ def _on_nodes(cluster: str, args: Mapping[str, Any]) -> int:
     nodes = status["nodes"][:2]
     options = [word for name, value in args.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     ranks = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nodes are freed
     try:
         for node in nodes:
             subprocess.run(devcluster("shape", node["name"], "--rate", args["rate"]), check=True)
