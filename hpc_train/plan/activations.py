@@ -118,10 +118,13 @@ def saved_bytes(config: Config, part: ModelPart, split: TensorSplit, shape: Shap
         saved += 2 * shape.num_tokens * config.model.head_size * shape.element_bytes
     if part.has_embedding:
         saved += _embedding_bytes(config, split, shape)
-    if part.has_head:
-        saved += _norm_bytes(config, shape, device) + shape.num_tokens * shape.hidden * shape.element_bytes
-        saved += loss_bytes(split, shape)
-    return saved
+    return saved + (head_bytes(config, split, shape, device) if part.has_head else 0)
+
+
+def head_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device) -> int:
+    """Of the last norm, the output head and the loss: gone when the backward comes to the blocks."""
+    normed = shape.num_tokens * shape.hidden * shape.element_bytes
+    return _norm_bytes(config, shape, device) + normed + loss_bytes(split, shape)
 
 
 def block_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device, layer: int) -> int:

@@ -15,7 +15,7 @@ from hpc_train.plan.activations import (
     Device,
     Shape,
     block_bytes,
-    loss_bytes,
+    head_bytes,
     mask_bytes,
     queued_bytes,
     saved_bytes,
@@ -203,19 +203,20 @@ def _memory_of_rank(
     width = ELEMENT_BYTES[config.train.precision]
     # In fp32 the master weights are the parameters themselves.
     states = _MOMENTS + (1 if width < EXACT_BYTES else 0)
-    activations = found.num_bytes
-    if config.train.recompute == "full":
-        layers = [layer for part in parts for layer in part.layers]
-        activations += max(block_bytes(config, split, shape, device, layer) for layer in layers)
     kept = _inputs_bytes(config, mesh, parts, shape)
     kept += sum(
         _messages_bytes(config, mesh, part, shape, count) for part, count in zip(parts, found.forwarded, strict=True)
     )
     if device == "cpu" and config.parallel.gradient_wire == "fp32":
         kept += sum(_gloo_bytes(mesh, layout) for layout in layouts)
-    working = max(
-        _working_bytes(config, part, split, shape, layout) for part, layout in zip(parts, layouts, strict=True)
+    again, working = max(
+        (
+            _working_bytes(config, part, split, shape, layout, device)
+            for part, layout in zip(parts, layouts, strict=True)
+        ),
+        key=sum,
     )
+    activations = found.num_bytes + again
     summing = _summing_bytes(plans, split.tp) - activations
     return MemoryEstimate(
         parameters=sum(layout.padded_elements for layout in layouts) * width,
@@ -252,23 +253,31 @@ def _messages_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape, i
     return (num_sent + num_received) * shape.stream_bytes
 
 
-def _working_bytes(config: Config, part: ModelPart, split: TensorSplit, shape: Shape, layout: FlatLayout) -> int:
-    """The most that a backward works with at once beside what the forward kept.
+def _working_bytes(
+    config: Config, part: ModelPart, split: TensorSplit, shape: Shape, layout: FlatLayout, device: Device
+) -> tuple[int, int]:
+    """The most that a backward takes beside what forwards kept: what a recomputed block keeps, and what is worked with.
 
     Of the loss, logits or their gradient in fp32, and in bf16 in both types; with tp the gradient takes the place of
-    the probabilities. Of a block, gradients in the feed-forward part. And the gradient of one weight matrix before it
-    is added to its sum. Dropout draws with three whole numbers of 8 bytes an element.
+    the probabilities. Of a block, gradients in the feed-forward part; by then what the head kept is gone. And the
+    gradient of one weight matrix before it is added to its sum. Dropout draws with three whole numbers of 8 bytes an
+    element.
     """
     a, N = shape.element_bytes, shape.num_tokens
     dropout = 3 * 8 * shape.stream_tokens * shape.hidden if config.model.dropout else 0
     weight = max((parameter.num_elements for parameter in layout.parameters), default=0) * a
     block = N * a * (shape.hidden + (2 if config.model.family == "gpt" else 3) * shape.ffn) + weight
+    again = 0
+    if config.train.recompute == "full":
+        again = max(block_bytes(config, split, shape, device, layer) for layer in part.layers)
     if not part.has_head:
-        return max(block, dropout)
+        return again, max(block, dropout)
     logits = N * shape.vocabulary * (EXACT_BYTES + (a if a < EXACT_BYTES else 0))
     head = N * shape.vocabulary * a + shape.vocabulary * shape.hidden * a
-    # By then the probabilities are gone.
-    return max(logits, head, max(block, dropout) - loss_bytes(split, shape))
+    gone = head_bytes(config, split, shape, device)
+    most = max(logits, head, again + max(block, dropout) - gone)
+    again = max(0, again - gone)
+    return again, most - again
 
 
 def _summing_bytes(plans: Sequence[LocalParameter], tp: int) -> int:
