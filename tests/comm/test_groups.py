@@ -218,7 +218,9 @@ def test_one_splits_every_kind_off_the_group_of_all_ranks_on_nccl(monkeypatch: p
     monkeypatch.setattr(torch_groups, "can_split", lambda: True)
     monkeypatch.setattr(torch_groups, "world_timeout", lambda: timedelta(seconds=7))
     monkeypatch.setattr(comm_groups, "_agree_on_plan", lambda world, plan: "prefix")
-    monkeypatch.setattr(comm_groups, "world_group", lambda size, rank, _: Group(tuple(range(size)), rank, None, "nccl"))
+    monkeypatch.setattr(
+        comm_groups, "world_group", lambda size, rank, *_: Group(tuple(range(size)), rank, None, "nccl")
+    )
     for rank in range(mesh.world_size):
         calls = asked[rank] = []
         monkeypatch.setattr(dist, "split_group", lambda calls=calls, **wanted: calls.append(wanted) or "handle")

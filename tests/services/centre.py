@@ -133,11 +133,21 @@ def link(source: Path, target: Path) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, ...]]:
-    """What would show a change of anything below `folder`: mode, size, time of change, inode."""
+    """What would show a change of anything below `folder`: mode, owner, size, time of writing, inode.
+
+    Not the time of the inode's change: other tests make and remove hard links to the same files meanwhile.
+    """
     entries = {}
     for path in [folder, *folder.rglob("*")]:
         found = path.lstat()
-        entries[str(path)] = (found.st_mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        entries[str(path)] = (
+            found.st_mode,
+            found.st_uid,
+            found.st_gid,
+            found.st_size,
+            found.st_mtime_ns,
+            found.st_ino,
+        )
     return entries
 
 

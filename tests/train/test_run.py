@@ -124,7 +124,7 @@ def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder)
         (
             ["parallel.pp=2", "model.num_layers=2", "train.global_batch_size=1"],
             ExitCode.USAGE,
-            "it has 1 micro-batches a step; 1F1B needs at least 2",
+            "it has 1 micro-batches a step; its schedule needs at least 2",
         ),
         (["model.vocab_size=50"], ExitCode.DATA, "has the token id 63, and model.vocab_size=50"),
         (["data.train.0.loss_mask=true"], ExitCode.DATA, "does not exist"),

@@ -49,7 +49,7 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "alone")
     table = [line.split("\t") for line in (tmp_path / "killed/ranks.tsv").read_text().splitlines()[1:]]
     assert len({row[1] for row in table}) == 4
-    assert [row[3] for row in table] == ["0", "1"] * 4
+    assert sorted((row[2], row[3]) for row in table) == [(str(node), slot) for node in range(4) for slot in "01"]
 
 
 def test_a_container_that_hides_srun_from_mpi_ends_every_rank_with_code_3_within_seconds_and_one_message(
