@@ -121,6 +121,7 @@ class ParallelConfig(Section):
     layers_per_stage: of each (virtual) stage in the model's order; left out, layers are split by cost. virtual_stages:
     model_chunks a stage, in turn. schedule: zero_bubble does weight gradients when a stage would idle. overlap: data
     parallel's communication beside compute. gradient_wire: type of its gradients on their way, summed in fp32.
+    tp_tiles: pieces in which transfers of tp run beside the matrix products before or behind them.
     """
 
     pp: Positive = 1
@@ -128,6 +129,7 @@ class ParallelConfig(Section):
     cp: Positive = 1
     tp: Positive = 1
     sequence_parallel: bool = False
+    tp_tiles: Positive = 1
     layers_per_stage: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     virtual_stages: Positive = 1
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
@@ -140,6 +142,10 @@ class ParallelConfig(Section):
             raise ValueError(f"parallel.cp={self.cp} is not supported by this version: use cp=1")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("parallel.sequence_parallel has no effect with tp=1; leave it out, or use tp=2 or more")
+        if self.tp_tiles > 1 and self.tp == 1:
+            raise ValueError(
+                f"parallel.tp_tiles={self.tp_tiles} has no effect with tp=1; leave it out, or use tp=2 or more"
+            )
         return self
 
     @model_validator(mode="after")

@@ -34,6 +34,7 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("train.micro_batch_size=3", "global_batch_size=16 is not a multiple of train.micro_batch_size=3"),
         ("parallel.cp=2", "parallel.cp=2 is not supported"),
         ("parallel.sequence_parallel=true", "no effect with tp=1; leave it out, or use tp=2"),
+        ("parallel.tp_tiles=4", "tp_tiles=4 has no effect with tp=1; leave it out, or use tp=2"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr"),
         ("name=../x", "name: "),
         ("model.attention_window=257", "257 of layer 0 is longer than data.seq_len=256. Use 256 or less, or null"),

@@ -54,7 +54,7 @@ def begin_all_gather(flat: torch.Tensor, group: Group) -> Pending:
     if group.backend == "nccl":
         work = dist.all_gather_into_tensor(flat, mine, group=group.handle, async_op=True)
         return Pending([work], segment=segment)
-    return Pending(_exchange([(rank, mine, parts[peer]) for peer, rank in group.peers], group), segment=segment)
+    return Pending(exchange([(rank, mine, parts[peer]) for peer, rank in group.peers], group), segment=segment)
 
 
 def room_for_sums(flat: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> torch.Tensor | None:
@@ -93,7 +93,20 @@ def begin_reduce_scatter(
         return Pending([work], segment=segment)
     assert room is not None, "gloo receives summands into room_for_sums"
     transfers = [(rank, parts[peer], room[slot]) for slot, (peer, rank) in enumerate(group.peers)]
-    return Pending(_exchange(transfers, group), lambda: _add(mine, list(room)), segment)
+    return Pending(exchange(transfers, group), lambda: _add(mine, list(room)), segment)
+
+
+def begin_all_reduce(tensor: torch.Tensor, group: Group) -> Pending:
+    """Begin to replace a contiguous tensor by its sum over the group, the same bits on every rank. Collective."""
+    if group.group_size == 1:
+        return Pending()
+    segment = group.timed("all_reduce", tensor.nbytes)
+    if group.group_size == 2 and group.backend != "nccl":
+        # One exchange of all of it moves the bytes of a ring in half its steps; a sum of two has no order.
+        received = torch.empty_like(tensor)
+        ((_, peer),) = group.peers
+        return Pending(exchange([(peer, tensor, received)], group), lambda: _add(tensor, [received]), segment)
+    return Pending([dist.all_reduce(tensor, group=group.handle, async_op=True)], segment=segment)
 
 
 def _begin_narrow(flat: torch.Tensor, group: Group, wire: torch.dtype) -> Pending:
@@ -108,14 +121,14 @@ def _begin_narrow(flat: torch.Tensor, group: Group, wire: torch.dtype) -> Pendin
         words[peer, 0].copy_(parts[peer].to(wire))
         transfers.append((rank, words[peer, 0], words[peer, 1]))
     received = [theirs for _, _, theirs in transfers]
-    return Pending(_exchange(transfers, group), lambda: _add(parts[group.group_rank], received), segment)
+    return Pending(exchange(transfers, group), lambda: _add(parts[group.group_rank], received), segment)
 
 
 def _is_narrower(wire: torch.dtype | None, flat: torch.Tensor) -> bool:
     return wire is not None and 2 * wire.itemsize <= flat.element_size()
 
 
-def _exchange(transfers: Sequence[tuple[int, torch.Tensor, torch.Tensor]], group: Group) -> list[Any]:
+def exchange(transfers: Sequence[tuple[int, torch.Tensor, torch.Tensor]], group: Group) -> list[Any]:
     """Begin to send to and to receive from ranks: (global rank, what it gets, where its own goes)."""
     if group.backend == "nccl":
         operations = []

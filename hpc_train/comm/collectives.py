@@ -1,7 +1,6 @@
-"""Collectives over one group of ranks; `begin` has those that run beside other work.
+"""Collectives over one group of ranks; `begin` has those that run beside other work, `tokens` those on sequences.
 
-On nccl these are its own collectives. On gloo reduce-scatter and all-gather are made of direct sends, since
-gloo's reduce-scatter moves as many bytes as its all-reduce, twice what is needed.
+On nccl these are its own collectives. On gloo an all-gather is made of direct sends.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.record import NOT_RECORDED, Kind, Recorder, Segment
-
-# Largest piece that one rank sends to another at once; bounds the scratch memory of a reduce-scatter to
-# (group_size - 1) times this (assumed; 1 to 64 MiB made no difference beyond noise at 2 gloo ranks).
-_PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -108,32 +103,6 @@ def _all_reduced(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor
 
 
-def all_gather_tokens(x_BTh: torch.Tensor, group: Group) -> torch.Tensor:
-    """The whole sequences, from each rank's share of their tokens. Collective.
-
-    x_BTh: (B, T/n, h) on each of the n ranks, in group order; the result is (B, T, h).
-    """
-    num_shares = group.group_size
-    B, share, h = x_BTh.shape
-    gathered_nBTh = x_BTh.new_empty(num_shares, B, share, h)
-    gathered_nBTh[group.group_rank].copy_(x_BTh)
-    all_gather_(gathered_nBTh.view(-1), group)
-    return gathered_nBTh.transpose(0, 1).reshape(B, num_shares * share, h)
-
-
-def reduce_scatter_tokens(x_BTh: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's share of the tokens of the sum over the group. Collective.
-
-    x_BTh: (B, T, h), a partial sum of all tokens on each of the n ranks; the result is (B, T/n, h).
-    """
-    num_shares = group.group_size
-    B, T, h = x_BTh.shape
-    parts_nBTh = x_BTh.view(B, num_shares, T // num_shares, h).transpose(0, 1).contiguous()  # a view where B is 1
-    share_BTh = parts_nBTh[group.group_rank].clone()
-    _reduce_scatter_into(share_BTh.view(-1), parts_nBTh.view(num_shares, -1), group)
-    return share_BTh
-
-
 class Transfer:
     """A send or a receive under way."""
 
@@ -170,32 +139,3 @@ def all_reduce_sum(values: list[float], group: Group, device: torch.device) -> l
     with group.timed("all_reduce", tensor.nbytes):
         dist.all_reduce(tensor, group=group.handle)
         return [float(value) for value in tensor]
-
-
-def _reduce_scatter_into(mine: torch.Tensor, parts: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum this rank's part over the group into `mine`, which holds its own summand on entry."""
-    if group.group_size == 1:
-        return mine
-    with group.timed("reduce_scatter", parts.nbytes):
-        if group.backend == "nccl":
-            dist.reduce_scatter_tensor(mine, parts, group=group.handle)
-            return mine
-        piece = max(1, _PIECE_BYTES // mine.element_size())
-        for start in range(0, mine.numel(), piece):
-            stop = min(start + piece, mine.numel())
-            _exchange_and_add(parts, mine[start:stop], start, stop, group)
-    return mine
-
-
-def _exchange_and_add(parts: torch.Tensor, mine: torch.Tensor, start: int, stop: int, group: Group) -> None:
-    peers = group.peers
-    received = group.scratch(mine, (len(peers), stop - start))
-    receives, sends = [], []
-    for slot, (peer, rank) in enumerate(peers):
-        receives.append(dist.irecv(received[slot], src=rank, group=group.handle))
-        sends.append(dist.isend(parts[peer, start:stop], dst=rank, group=group.handle))
-    for slot, work in enumerate(receives):
-        work.wait()  # type: ignore[union-attr]
-        mine.add_(received[slot])
-    for work in sends:
-        work.wait()  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.parameters import check_split
+from hpc_train.plan.parameters import check_split, check_tiles
 from hpc_train.plan.run_files import CONFIG_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import plan_stages
@@ -44,14 +44,16 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
 
 
 def check_sizes(config: Config, mesh: Mesh) -> None:
-    """Batch arithmetic and the model's split over the mesh.
+    """Batch arithmetic, the model's split over the mesh, and tiles.
 
     Raises:
-        ConfigError: the batch does not divide, the model cannot be split so, or a pipeline gets too few micro-batches.
+        ConfigError: the batch or tiles do not divide, the model cannot be split so, or a pipeline gets too few
+            micro-batches.
     """
     train, parallel = config.train, config.parallel
     check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
     check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
+    check_tiles(parallel.tp_tiles, mesh.tp, config.data.seq_len, train.micro_batch_size, parallel.sequence_parallel)
     if parallel.gradient_wire != "fp32" and mesh.dp == 1:
         raise ConfigError(
             f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel; "

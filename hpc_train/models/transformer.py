@@ -6,8 +6,10 @@ Parameter names are the global names of checkpoints: layers by index, q, k, v, g
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +38,41 @@ class Inputs:
     dropout: DropoutKey | None = None
 
 
-class Attention(nn.Module):
+class Part(nn.Module, ABC):
+    """A part of a block: linears that all read its input, what lies within, and a linear that writes its output.
+
+    reads, writes: the linears' names.
+    """
+
+    reads: tuple[str, ...]
+    writes: str
+
+    @abstractmethod
+    def inner(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """What the writing linear reads, from what the reading ones gave, in their order, and the context."""
+
+    def forward(self, x_BTh: torch.Tensor, *context: Any) -> torch.Tensor:
+        products = [getattr(self, name)(x_BTh) for name in self.reads]
+        return getattr(self, self.writes)(self.inner(*products, *context))
+
+
+Branches = Callable[[torch.Tensor, Sequence[tuple[Part, tuple[Any, ...]]]], torch.Tensor]
+"""The sum of what parts make of the same input, each in its context."""
+
+
+def sum_of_parts(x_BTh: torch.Tensor, parts: Sequence[tuple[Part, tuple[Any, ...]]]) -> torch.Tensor:
+    """Each part by itself."""
+    return functools.reduce(torch.add, [part(x_BTh, *context) for part, context in parts])
+
+
+class Attention(Part):
     """Multi-head attention with grouped key/value heads; RoPE where `rotary` is given.
 
     kv_of_head: for each query head its key/value head, where they are not in equal groups in order. window: how many
     tokens a query sees, itself the last of them; None for all.
     """
+
+    reads, writes = ("q", "k", "v"), "out"
 
     def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
@@ -54,17 +85,22 @@ class Attention(nn.Module):
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
         self.k = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.v = nn.Linear(config.hidden_size, kv_size, bias=bias)
-        self.out: nn.Module = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
 
-    def forward(
-        self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    def inner(
+        self,
+        q_BTf: torch.Tensor,
+        k_BTf: torch.Tensor,
+        v_BTf: torch.Tensor,
+        plan: AttentionPlan,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        B, T, _ = x_BTh.shape
-        q_BHTD = self.q(x_BTh).view(B, T, self.num_heads, self.head_size).transpose(1, 2)
-        k_BKTD = self.k(x_BTh).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
-        v_BKTD = self.v(x_BTh).view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+        B, T, _ = q_BTf.shape
+        q_BHTD = q_BTf.view(B, T, self.num_heads, self.head_size).transpose(1, 2)
+        k_BKTD = k_BTf.view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+        v_BKTD = v_BTf.view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
         y_BHTD = _maybe_recomputed(self.recompute_core, self._core, q_BHTD, k_BKTD, v_BKTD, plan, rotary)
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return y_BHTD.transpose(1, 2).reshape(B, T, -1)
 
     def _core(
         self,
@@ -81,8 +117,10 @@ class Attention(nn.Module):
         return attend(q_BHTD, k_BKTD, v_BKTD, plan, self.window)
 
 
-class GptFeedForward(nn.Module):
+class GptFeedForward(Part):
     """Two linears with a GELU between them."""
+
+    reads, writes = ("up",), "down"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,12 +128,14 @@ class GptFeedForward(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.ffn_size)
         self.down = nn.Linear(config.ffn_size, config.hidden_size)
 
-    def forward(self, x_BTh: torch.Tensor) -> torch.Tensor:
-        return self.down(_maybe_recomputed(self.recompute_core, _gelu, self.up(x_BTh)))
+    def inner(self, up_BTf: torch.Tensor) -> torch.Tensor:
+        return _maybe_recomputed(self.recompute_core, _gelu, up_BTf)
 
 
-class LlamaFeedForward(nn.Module):
+class LlamaFeedForward(Part):
     """SwiGLU: a gated linear unit with SiLU."""
+
+    reads, writes = ("gate", "up"), "down"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -104,16 +144,20 @@ class LlamaFeedForward(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
         self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BTh: torch.Tensor) -> torch.Tensor:
-        return self.down(_maybe_recomputed(self.recompute_core, _swiglu, self.gate(x_BTh), self.up(x_BTh)))
+    def inner(self, gate_BTf: torch.Tensor, up_BTf: torch.Tensor) -> torch.Tensor:
+        return _maybe_recomputed(self.recompute_core, _swiglu, gate_BTf, up_BTf)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); what is added may be dropped out."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); what is added may be dropped out.
+
+    branches: what computes attention and feed-forward part.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.branches: Branches = sum_of_parts
         self.attention_norm = _norm(config)
         self.attention = Attention(config, config.windows[layer])
         self.ffn_norm = _norm(config)
@@ -128,14 +172,16 @@ class Block(nn.Module):
         first_token: int = 0,
     ) -> torch.Tensor:
         """first_token: the place in its sequence of the first token of x."""
-        y_BTh = self.attention(self.attention_norm(x_BTh), plan, rotary)
+        y_BTh = self.branches(self.attention_norm(x_BTh), [(self.attention, (plan, rotary))])
         x_BTh = x_BTh + drop(y_BTh, dropout, layer=self.layer, site=0, first_token=first_token)
-        y_BTh = self.ffn(self.ffn_norm(x_BTh))
+        y_BTh = self.branches(self.ffn_norm(x_BTh), [(self.ffn, ())])
         return x_BTh + drop(y_BTh, dropout, layer=self.layer, site=1, first_token=first_token)
 
 
 class ParallelBlock(nn.Module):
     """x + (attention(norm(x)) + ffn(norm(x))), of one norm; what is added may be dropped out.
+
+    branches: what computes both parts and adds them.
 
     Source: Wang and Komatsuzaki, "GPT-J-6B", 2021; Chowdhery et al., "PaLM", 2022.
     """
@@ -143,6 +189,7 @@ class ParallelBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.branches: Branches = sum_of_parts
         self.norm = _norm(config)
         self.attention = Attention(config, config.windows[layer])
         self.ffn = _feed_forward(config)
@@ -156,14 +203,8 @@ class ParallelBlock(nn.Module):
         first_token: int = 0,
     ) -> torch.Tensor:
         """first_token: the place in its sequence of the first token of x."""
-        y_BTh = self.branches(self.norm(x_BTh), plan, rotary)
+        y_BTh = self.branches(self.norm(x_BTh), [(self.attention, (plan, rotary)), (self.ffn, ())])
         return x_BTh + drop(y_BTh, dropout, layer=self.layer, site=0, first_token=first_token)
-
-    def branches(
-        self, x_BTh: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
-        """The sum of what attention and feed-forward part make of the same input."""
-        return self.attention(x_BTh, plan, rotary) + self.ffn(x_BTh)
 
 
 BLOCKS: dict[str, type[Block] | type[ParallelBlock]] = {"serial": Block, "parallel": ParallelBlock}
@@ -308,7 +349,7 @@ def _maybe_recomputed(is_recomputed: bool, function: Callable[..., torch.Tensor]
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _feed_forward(config: ModelConfig) -> nn.Module:
+def _feed_forward(config: ModelConfig) -> Part:
     return GptFeedForward(config) if config.family == "gpt" else LlamaFeedForward(config)
 
 

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hpc_train.comm.collectives import Group
 from hpc_train.config import ModelConfig
 from hpc_train.models.transformer import Attention, GptFeedForward, LlamaFeedForward, Transformer, initial_values
+from hpc_train.parallel.exchange import Exchange
 from hpc_train.parallel.tensor import TensorParallelTransformer
 from hpc_train.plan.parameters import LocalParameter, ModelPart, TensorSplit, plan_parameters
 
 
 def build_part(
-    config: ModelConfig, seq_len: int, part: ModelPart, split: TensorSplit, group: Group, device: torch.device
+    config: ModelConfig, seq_len: int, part: ModelPart, split: TensorSplit, exchange: Exchange, device: torch.device
 ) -> tuple[Transformer, tuple[LocalParameter, ...]]:
     """The part of the model that a rank holds, its weights unset, and what each of its parameters is a part of.
 
     Args:
-        group: The tp group.
+        exchange: Of the tp group.
     """
     held = {"layers": part.layers, "has_embedding": part.has_embedding, "has_head": part.has_head}
     with torch.device("meta"):
         if split.tp == 1:
             model = Transformer(config, seq_len, **held)  # type: ignore[arg-type]
         else:
-            model = TensorParallelTransformer(config, seq_len, split, group, **held)
+            model = TensorParallelTransformer(config, seq_len, split, exchange, **held)
     plans = plan_parameters(config, seq_len, part, split)
     _check_plans(model, plans)
     _allocate(model, device)

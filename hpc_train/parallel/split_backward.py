@@ -113,8 +113,7 @@ def queue_weights(model: nn.Module, queue: WeightQueue) -> None:
     """Have the linears of a model_chunk leave their weights' gradients to a queue.
 
     The output head does not: the gradients of its logits are as wide as the vocabulary, and waiting for their W they
-    would take more memory than whole backwards do. A linear of another kind takes part by an attribute `queued`, None
-    until it is set here.
+    would take more memory than whole backwards do.
     """
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
@@ -124,5 +123,3 @@ def queue_weights(model: nn.Module, queue: WeightQueue) -> None:
             if type(child) is nn.Linear:
                 bias = None if child.bias is None else f"{path}.bias"
                 setattr(module, child_name, QueuedLinear(child, QueuedWeight(queue, f"{path}.weight", bias)))
-            elif hasattr(child, "queued"):
-                child.queued = QueuedWeight(queue, f"{path}.weight")

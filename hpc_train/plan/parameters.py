@@ -108,6 +108,26 @@ def check_split(config: ModelConfig, tp: int, seq_len: int, sequence_parallel: b
         )
 
 
+def check_tiles(num_tiles: int, tp: int, seq_len: int, micro_batch_size: int, sequence_parallel: bool) -> None:
+    """Refuse tiles that do not divide what they cut: a share's tokens with sequence parallel, else a micro-batch's.
+
+    Raises:
+        ConfigError: with the nearest numbers of tiles that work.
+    """
+    rows = seq_len // tp if sequence_parallel else seq_len * micro_batch_size
+    if tp == 1 or rows % num_tiles == 0:
+        return
+    below = max(n for n in range(1, min(num_tiles, rows + 1)) if rows % n == 0)
+    above = min((n for n in range(num_tiles + 1, rows + 1) if rows % n == 0), default=None)
+    what = f"data.seq_len={seq_len} / parallel.tp={tp} tokens of a sequence that each rank has with sequence parallel"
+    if not sequence_parallel:
+        what = f"data.seq_len={seq_len} * train.micro_batch_size={micro_batch_size} tokens of a micro-batch"
+    raise ConfigError(
+        f"parallel.tp_tiles={num_tiles} does not divide the {rows} rows that it cuts, the {what}. Use "
+        f"tp_tiles={below}{'' if above is None else f' or {above}'}"
+    )
+
+
 def plan_parameters(
     config: ModelConfig, max_seq_len: int, part: ModelPart, split: TensorSplit
 ) -> tuple[LocalParameter, ...]:

@@ -15,6 +15,7 @@ from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
 from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
 from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
 from hpc_train.plan.hidden import best_hidden
+from hpc_train.plan.hidden_tiles import best_hidden_tiles
 from hpc_train.plan.homes import GroupHomes, find_homes
 from hpc_train.plan.memory import MemoryEstimate, check_memory, fullest_stage
 from hpc_train.plan.mesh import Mesh
@@ -34,7 +35,7 @@ class PlanReport:
     before, the traffic of one step in the planned and in Slurm's order, and hashed and hashed_before, how evenly
     switches spread it over their links. homes: where the groups of each axis live. nccl: what the plan wants of NCCL.
     fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
-    hidden: what can be hidden of dp's transfers at best, by their ratio to compute.
+    hidden, tp_hidden: what can be hidden of dp's and of tp's transfers at best, by their ratio to compute.
     notes: for the user.
     """
 
@@ -53,6 +54,7 @@ class PlanReport:
     fullest: tuple[int, MemoryEstimate]
     estimate: StepEstimate
     hidden: tuple[tuple[float, float], ...]
+    tp_hidden: tuple[tuple[float, float], ...]
     gpu_memory_bytes: int | None
     notes: tuple[str, ...]
 
@@ -113,6 +115,7 @@ class PlanReport:
             "step_time_s": self.estimate.step_time_s,
             "mfu": self.estimate.mfu,
             "dp_hidden_at_best": {str(ratio): share for ratio, share in self.hidden},
+            "tp_hidden_at_best": {str(ratio): share for ratio, share in self.tp_hidden},
         }
         return figures
 
@@ -167,6 +170,7 @@ def report_plan(
         fullest=fullest_stage(config, mesh),
         estimate=estimate,
         hidden=best_hidden(config, mesh),
+        tp_hidden=best_hidden_tiles(config, mesh),
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),
     )

@@ -17,6 +17,7 @@ from hpc_train.log import say
 from hpc_train.models.transformer import Transformer
 from hpc_train.parallel.apply import build_part, set_initial_weights, set_recomputation
 from hpc_train.parallel.data import ShardedParameters
+from hpc_train.parallel.exchange import Exchange
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.split_backward import WeightQueue, queue_weights
 from hpc_train.plan.groups import BACKWARD, training_plan
@@ -90,7 +91,8 @@ def _build_chunk(
 ) -> tuple[Transformer, ShardedParameters]:
     """One model_chunk with its first weights, and its parameters in flat buffers."""
     split = TensorSplit(groups.mesh.tp, groups.coords["tp"], config.parallel.sequence_parallel)
-    model, plans = build_part(config.model, config.data.seq_len, part, split, groups.along("tp"), world.device)
+    exchange = Exchange(groups.along("tp"), split.sequence_parallel, config.parallel.tp_tiles)
+    model, plans = build_part(config.model, config.data.seq_len, part, split, exchange, world.device)
     set_recomputation(model, config.train.recompute)
     set_initial_weights(model, plans, config.train.seed)
     sharded = ShardedParameters(model, groups.along("dp"), dtype, plans, _WIRES[config.parallel.gradient_wire])

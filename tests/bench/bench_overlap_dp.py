@@ -20,19 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from tests.bench.on_nodes import on_nodes
 from tests.bench.on_ranks import on_ranks
 from tests.ranks import TestRank
 
-ROOT = Path(__file__).resolve().parents[2]
 BUCKETS_MB = (1, 5, 25)
 VOCAB = 256
 LOSS_TOLERANCE = 1e-4
@@ -255,39 +252,6 @@ def _ratio(slowest: Mapping[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(a / b for a, b in zip(slowest[ours], slowest[theirs], strict=True))
 
 
-def _on_nodes(cluster: str, args: Mapping[str, Any]) -> int:
-    """This bench once more as a rank on each of two nodes; the exit code of rank 0, which prints."""
-    command = [sys.executable, str(ROOT / "slurm" / "devcluster")]
-
-    def devcluster(*words: str) -> list[str]:
-        return [*command, words[0], "--name", cluster, *words[1:]]
-
-    status = json.loads(subprocess.run(devcluster("status", "--json"), check=True, capture_output=True).stdout)
-    nodes = status["nodes"][:2]
-    options = [word for name, value in args.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    ranks = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nodes are freed
-    try:
-        for node in nodes:
-            subprocess.run(devcluster("shape", node["name"], "--rate", args["rate"]), check=True)
-        for rank, node in enumerate(nodes):
-            environment = {
-                "RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": nodes[0]["address"], "MASTER_PORT": 29517,
-                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
-            }  # fmt: skip
-            words = [f"{name}={value}" for name, value in environment.items()]
-            program = [sys.executable, "-m", "tests.bench.bench_overlap_dp", *options]
-            ranks.append(
-                subprocess.Popen([*devcluster("exec", "--host", node["name"]), "--", "env", *words, *program], cwd=ROOT)
-            )
-        return max(rank.wait() for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for node in nodes:
-            subprocess.run(devcluster("shape", node["name"], "--off"), check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -301,7 +265,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     cluster = args.pop("cluster")
     if cluster is not None:
-        sys.exit(_on_nodes(cluster, args))
+        sys.exit(on_nodes("tests.bench.bench_overlap_dp", cluster, args))
     results = on_ranks(_measure, 2, args)
     if results is not None:
         print(json.dumps(report(args, results), indent=1))

@@ -66,7 +66,11 @@ def torch_optimizer(parameters: Sequence[Any]) -> Any:
 
 
 def batches_of(
-    num_sequences: int, micro_batch_size: int, share: slice = slice(None), vocab_size: int = VOCAB
+    num_sequences: int,
+    micro_batch_size: int,
+    share: slice = slice(None),
+    vocab_size: int = VOCAB,
+    seq_len: int = SEQ_LEN,
 ) -> list[Any]:
     """A step's micro-batches: of all its sequences, or of a rank's share of them."""
     import torch
@@ -74,14 +78,14 @@ def batches_of(
     from hpc_train.data.loader import Batch
 
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, vocab_size, (num_sequences, SEQ_LEN + 1), generator=generator)[share]
+    tokens = torch.randint(0, vocab_size, (num_sequences, seq_len + 1), generator=generator)[share]
     batches = []
     for start in range(0, len(tokens), micro_batch_size):
         part = tokens[start : start + micro_batch_size]
         size = len(part)
-        positions = torch.arange(SEQ_LEN).expand(size, SEQ_LEN)
-        one_document = ((SEQ_LEN,),) * size
-        batches.append(Batch(part[:, :-1], part[:, 1:], positions, one_document, size * SEQ_LEN, size * SEQ_LEN))
+        positions = torch.arange(seq_len).expand(size, seq_len)
+        one_document = ((seq_len,),) * size
+        batches.append(Batch(part[:, :-1], part[:, 1:], positions, one_document, size * seq_len, size * seq_len))
     return batches
 
 

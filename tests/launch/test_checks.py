@@ -77,3 +77,17 @@ def test_virtual_stages_without_layers_and_too_few_micro_batches_are_refused_wit
     )
     with pytest.raises(ConfigError, match=r"has 3 micro-batches a step; .* at least 4. Use parallel.pp=3 or less"):
         check_before_start(few, Mesh(pp=4, dp=1, cp=1, tp=1))
+
+
+def test_tiles_that_do_not_divide_are_refused_with_the_nearest_that_do(tmp_path: Path) -> None:
+    def check(tp_tiles: int, **parallel: object) -> None:
+        config = small_config(tmp_path, model={"num_heads": 2}, parallel={"tp": 2, "tp_tiles": tp_tiles, **parallel})
+        check_before_start(config, Mesh(pp=1, dp=1, cp=1, tp=2))
+
+    check(4, sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"tp_tiles=3 does not divide the \d+ rows .* Use tp_tiles=2 or 4$"):
+        check(3, sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"tp_tiles=3 .* tokens of a micro-batch. Use tp_tiles=2 or 4$"):
+        check(3)
+    with pytest.raises(ConfigError, match=r"tp_tiles=1000 .* Use tp_tiles=4$"):
+        check(1000, sequence_parallel=True)

@@ -37,6 +37,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "lamb"),
     "overlap": (True, False),
     "wire": ("fp32", "bf16"),
+    "tp_tiles": (1, 2, 4),
 }
 
 
@@ -62,6 +63,7 @@ class Case:
     optimizer: str = "adamw"
     overlap: bool = True
     wire: str = "fp32"
+    tp_tiles: int = 1
     num_sequences: int = 8
     num_layers: int = 4
 
@@ -97,7 +99,10 @@ def normalised(case: Case) -> Case:
     """Without options that have no meaning on its mesh."""
     changes: dict[str, object] = {}
     if case.tp == 1:
-        changes["sequence_parallel"] = False
+        changes |= {"sequence_parallel": False, "tp_tiles": 1}
+    else:
+        rows = SEQ_LEN // case.tp if case.sequence_parallel else SEQ_LEN
+        changes["tp_tiles"] = max(n for n in FACTORS["tp_tiles"] if n <= case.tp_tiles and rows % n == 0)
     if case.pp == 1 or case.pp >= 4:
         changes["uneven"] = False
     if case.dp == 1:
@@ -176,7 +181,7 @@ def config_of(case: Case) -> Config:
     parallel: dict[str, object] = {
         "pp": case.pp, "dp": case.dp, "tp": case.tp, "sequence_parallel": case.sequence_parallel,
         "schedule": case.schedule[0], "virtual_stages": case.schedule[1],
-        "overlap": case.overlap, "gradient_wire": case.wire,
+        "overlap": case.overlap, "gradient_wire": case.wire, "tp_tiles": case.tp_tiles,
     }  # fmt: skip
     if case.uneven:
         # The first stage has all that the others can spare.

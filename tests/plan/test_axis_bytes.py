@@ -102,6 +102,8 @@ COUNTED = [
     normalised(Case(4, 1, 1, "llama", tied=True, schedule=("zero_bubble", 2))),
     normalised(Case(1, 2, 2, "llama-gqa", tied=True, schedule=("1f1b", 2))),
     normalised(Case(1, 4, 1, "gpt", wire="bf16", schedule=("1f1b", 2))),
+    Case(1, 2, 2, "llama-gqa", recompute="full", sequence_parallel=True, tp_tiles=4),
+    Case(1, 1, 4, "gpt", recompute="full", block="parallel", tp_tiles=4),
 ]
 SHARED_HEADS = [Case(1, 1, 3, "llama-gqa"), Case(1, 1, 3, "llama-gqa", sequence_parallel=True)]
 

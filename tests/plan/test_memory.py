@@ -97,6 +97,7 @@ def _cases(world_size: int, seed: int) -> list[tuple[Case, str]]:
     return [(case, ("fp32", "bf16")[index % 2]) for index, case in enumerate(chosen)]
 
 
+PLAIN = (("1f1b", 1), "adamw", True, "fp32")
 FEW = {
     1: [(Case(1, 1, 1, *options, num_sequences=2), precision) for options, precision in [
         (("gpt", "none"), "fp32"), (("gpt", "full", False, True, False, 0.2), "bf16"),
@@ -107,8 +108,8 @@ FEW = {
         ((4, 1, 1), ("llama-gqa", "none"), "bf16"), ((2, 1, 2), ("gpt", "selective", True, True), "fp32"),
         ((2, 2, 1), ("gpt", "none", False, True, True), "bf16"), ((1, 4, 1), ("llama", "full"), "bf16"),
         ((1, 1, 4), ("llama-gqa", "none", True, False, False, 0.2), "fp32"),
-        ((1, 2, 2), ("gpt", "full", True, False, False, 0.0, "parallel", "all"), "fp32"),
-        ((2, 1, 2), ("gpt", "none", True, True, False, 0.0, "serial", "full", ("1f1b", 2)), "fp32"),
+        ((1, 2, 2), ("gpt", "full", True, False, False, 0.0, "parallel", "all", *PLAIN, 4), "fp32"),
+        ((2, 1, 2), ("gpt", "none", True, True, False, 0.0, "serial", "full", ("1f1b", 2), *PLAIN[1:], 2), "fp32"),
         ((4, 1, 1), ("llama-gqa", "none", False, False, False, 0.0, "serial", "full", ("zero_bubble", 1)), "bf16"),
         ((2, 2, 1), ("gpt", "none", False, False, False, 0.0, "parallel", "full", ("zero_bubble", 2)), "fp32"),
     ]],

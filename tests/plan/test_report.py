@@ -30,7 +30,8 @@ def test_plan_json_has_the_figures_that_others_rely_on() -> None:
     for order, hops in traffic["byte_hops"].items():
         assert hops == sum(traffic[order][tier] * weight for tier, weight in weights.items()) // 1000
     assert traffic["byte_hops"]["planned"] < traffic["byte_hops"]["slurm_order"]
-    assert document["estimate"].keys() == {"memory_bytes", "bubble", "step_time_s", "mfu", "dp_hidden_at_best"}
+    estimate = {"memory_bytes", "bubble", "step_time_s", "mfu", "dp_hidden_at_best", "tp_hidden_at_best"}
+    assert document["estimate"].keys() == estimate
     assert document["estimate"]["step_time_s"] is None and 0 < document["estimate"]["bubble"] < 1
     assert Plan.from_json(report.plan.to_json()) == report.plan
 

@@ -1,0 +1,52 @@
+"""Benchmarks once more as a rank on each of two nodes of a devcluster, whose interfaces are slow meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def on_nodes(module: str, cluster: str, args: Mapping[str, Any]) -> int:
+    """Run a benchmark's module with these options on the cluster's first two nodes; rank 0 prints.
+
+    args: `rate` is of the interfaces, in tc's words; nodes are freed again whatever happens.
+
+    Returns:
+        The greater of the ranks' exit codes.
+    """
+    command = [sys.executable, str(ROOT / "slurm" / "devcluster")]
+
+    def devcluster(*words: str) -> list[str]:
+        return [*command, words[0], "--name", cluster, *words[1:]]
+
+    status = json.loads(subprocess.run(devcluster("status", "--json"), check=True, capture_output=True).stdout)
+    nodes = status["nodes"][:2]
+    options = [word for name, value in args.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    ranks = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nodes are freed
+    try:
+        for node in nodes:
+            subprocess.run(devcluster("shape", node["name"], "--rate", args["rate"]), check=True)
+        for rank, node in enumerate(nodes):
+            environment = {
+                "RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": nodes[0]["address"], "MASTER_PORT": 29517,
+                "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
+            }  # fmt: skip
+            words = [f"{name}={value}" for name, value in environment.items()]
+            program = [sys.executable, "-m", module, *options]
+            ranks.append(
+                subprocess.Popen([*devcluster("exec", "--host", node["name"]), "--", "env", *words, *program], cwd=ROOT)
+            )
+        return max(rank.wait() for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for node in nodes:
+            subprocess.run(devcluster("shape", node["name"], "--off"), check=True)
