@@ -25,10 +25,30 @@ class SequenceSlice:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """Ranks that share a micro-batch's sequences; each sends keys and values to the next, the last to the first.
+
+    order: the ring's place in the step's one order of rings. Each rank meets its rings by rising order, which is what
+    keeps rings that share ranks from waiting for each other.
+    """
+
+    ranks: tuple[int, ...]
+    order: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one rank computes in one forward and backward."""
+    """What one rank computes in one forward and backward; nothing at all where it has no sequences.
+
+    ring: None where the sequences are this rank's alone; else all its sequences are shared by that ring, and this rank
+    has of each the two parts that `zigzag` gives to its place. offload_milli: thousandths of the activations of all
+    layers but the two that stay which are kept off the device between forward and backward.
+    """
 
     sequences: tuple[SequenceSlice, ...]
+    ring: Ring | None = None
+    offload_milli: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +92,20 @@ def plan_batch_static(step: int, num_sequences: int, seq_len: int, micro_batch_s
         for rank in range(dp)
     )
     return BatchPlan(step, ranks, num_sequences)
+
+
+def zigzag(length: int, num_ranks: int, place: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Start and stop of the two parts of a sequence that the rank at a place of a ring has.
+
+    Of 2 * num_ranks parts, as equal as tokens allow, these are number `place` and the one as far from the end. So all
+    ranks have equal shares of the tokens and of the causal mask. Short sequences leave parts empty.
+    """
+    parts = 2 * num_ranks
+
+    def part(number: int) -> tuple[int, int]:
+        return number * length // parts, (number + 1) * length // parts
+
+    return part(place), part(parts - 1 - place)
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp: int) -> None:

@@ -176,10 +176,14 @@ class Routed:
 
 def route(placement: Placement, fabric: Fabric, traffic: Sequence[AxisTraffic]) -> Routed:
     """Find the tier that each transfer of a step climbs to."""
+    return route_transfers(placement, fabric, transfers(placement.mesh, traffic))
+
+
+def route_transfers(placement: Placement, fabric: Fabric, listed: Transfers) -> Routed:
+    """Find the tier that each of some transfers between ranks climbs to."""
     num_gpus = np.zeros(len(placement.nodes), np.int64)
     np.maximum.at(num_gpus, placement.node_of_rank, placement.gpu_of_rank + 1)
     places = find_places(fabric, placement.nodes, num_gpus.tolist())
-    listed = transfers(placement.mesh, traffic)
     nodes, gpus = placement.node_of_rank, placement.gpu_of_rank
 
     def both(of_gpu: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

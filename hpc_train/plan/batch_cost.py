@@ -1,0 +1,170 @@
+"""What sequences cost on one rank or on a ring of ranks, in whole numbers, so that every machine plans alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.errors import ConfigError
+
+MILLI = 1000
+RESIDENT_LAYERS = 2
+"""Layers whose activations stay on the device whatever the offload ratio (cited: ByteScale, arXiv 2502.21231)."""
+
+TICK_S = 1e-14
+"""Derived: attention of 9e-12 s a square (ByteScale's) keeps three digits, 2M tokens on 4,096 ranks stay in 64 bits."""
+
+Integers = NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OffloadCosts:
+    """What it takes to keep activations off the device.
+
+    num_layers: of a rank; copy_per_token: ticks to copy one token's activations of one layer, the slower way counting.
+    """
+
+    num_layers: int
+    copy_per_token: int
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.copy_per_token < 0:
+            raise ConfigError(
+                f"num_layers={self.num_layers}, copy_per_token={self.copy_per_token}: offloading needs at least one "
+                "layer and a copy time that is not negative"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BatchCosts:
+    """Time of a micro-batch in one layer, in ticks of any length.
+
+    attention_per_square: for each token times token of a sequence. linear_per_token: all that grows with the tokens.
+    ring_per_token: of a sequence on a ring, the time of passing all its keys and values once round, which does not
+    depend on the ring's size. ring_per_step: what each step of a ring takes beside. per_micro_batch: constant.
+    offload: None where activations stay on the device.
+    """
+
+    attention_per_square: int
+    linear_per_token: int
+    ring_per_token: int = 0
+    ring_per_step: int = 0
+    per_micro_batch: int = 0
+    offload: OffloadCosts | None = None
+
+    def __post_init__(self) -> None:
+        numbers = self.numbers
+        if any(not isinstance(number, int) or number < 0 for number in numbers):
+            raise ConfigError(f"{self}: costs are whole numbers of ticks that are not negative")
+        if not self.attention_per_square and not self.linear_per_token:
+            raise ConfigError(
+                "neither attention nor the rest of a layer costs anything, so no plan is better than others"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """In the order of the fields, as the compiled parts take them."""
+        return (
+            self.attention_per_square, self.linear_per_token, self.ring_per_token, self.ring_per_step,
+            self.per_micro_batch,
+        )  # fmt: skip
+
+    def micro_batch(self, squares: Any, tokens: Any, size: Any) -> Any:
+        """Ticks of a micro-batch in one layer on each of `size` ranks; numbers or arrays.
+
+        Attention and passing run beside each other, the rest after them; so a ring takes as long as the slower of the
+        two. squares: the sum of the squares of its sequences' lengths. tokens: the sum of their lengths.
+        """
+        a, b, passing, step, constant = self.numbers
+        attention, linear = -(-a * squares // size), -(-b * tokens // size)
+        ring = np.where(np.asarray(size) > 1, passing * tokens + step * size, 0)
+        found = np.maximum(attention, ring) + linear + constant
+        return int(found) if np.ndim(found) == 0 else found
+
+    @staticmethod
+    def from_seconds(
+        *,
+        attention_s_per_square: float,
+        linear_s_per_token: float,
+        ring_s_per_token: float = 0.0,
+        ring_s_per_step: float = 0.0,
+        micro_batch_s: float = 0.0,
+        num_layers: int = 1,
+        copy_s_per_token: float | None = None,
+    ) -> BatchCosts:
+        """Costs from a profile, in ticks of TICK_S.
+
+        Raises:
+            ConfigError: a time is not a number, infinite or negative, or all of them round to nothing.
+        """
+        seconds = {
+            "attention_s_per_square": attention_s_per_square,
+            "linear_s_per_token": linear_s_per_token,
+            "ring_s_per_token": ring_s_per_token,
+            "ring_s_per_step": ring_s_per_step,
+            "micro_batch_s": micro_batch_s,
+            "copy_s_per_token": 0.0 if copy_s_per_token is None else copy_s_per_token,
+        }
+        for name, value in seconds.items():
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(
+                    f"{name}={value} in the profile is no time; measure it again (finite seconds, 0 or more)"
+                )
+        *ticks, copying = (round(value / TICK_S) for value in seconds.values())
+        offload = None if copy_s_per_token is None else OffloadCosts(num_layers, copying)
+        attention, linear, ring, step, constant = ticks
+        return BatchCosts(attention, linear, ring, step, constant, offload)
+
+
+def tokens_per_rank(lengths: Any, sizes: Any) -> Any:
+    """Tokens that a rank of a ring has at most of a sequence, its two parts being padded to equal ones."""
+    return np.where(np.asarray(sizes) == 1, lengths, 2 * -(-lengths // (2 * sizes)))
+
+
+def offload_needed_milli(lengths: Any, sizes: Any, capacity: Any, costs: BatchCosts) -> Integers:
+    """The least offload ratio with which sequences fit on rings of some sizes; over 1000 where none does."""
+    tokens = np.asarray(tokens_per_rank(lengths, sizes), np.int64)
+    over = np.maximum(tokens - capacity, 0)
+    if costs.offload is None or costs.offload.num_layers <= RESIDENT_LAYERS:
+        return np.where(over > 0, MILLI + 1, 0).astype(np.int64)
+    layers = costs.offload.num_layers
+    found = -(-MILLI * layers * over // np.maximum(1, tokens * (layers - RESIDENT_LAYERS)))
+    return np.asarray(found, np.int64)
+
+
+def offload_hidden_milli(lengths: Any, sizes: Any, costs: BatchCosts) -> Integers:
+    """The largest offload ratio whose copies take no longer than the layer's compute beside them."""
+    lengths, sizes = np.asarray(lengths, np.int64), np.asarray(sizes, np.int64)
+    if costs.offload is None:
+        return np.zeros(np.broadcast(lengths, sizes).shape, np.int64)
+    copying = np.maximum(1, costs.offload.copy_per_token * np.asarray(tokens_per_rank(lengths, sizes)))
+    time = np.asarray(costs.micro_batch(lengths**2, lengths, sizes))
+    # The quotient first: time * 1000 could pass 64 bits.
+    return np.minimum(MILLI, np.minimum(time // copying, 1) * MILLI + time % copying * MILLI // copying)
+
+
+def smallest_rings(lengths: Integers, capacity: int, costs: BatchCosts, largest: int) -> Integers:
+    """The fewest ranks, up to `largest`, of some capacity that hold each sequence; 0 where not even these do.
+
+    Copies may take as long as the layer's compute and no longer, so offloading never costs time by the profile. That
+    is a reading of ByteScale's equation 3 (arXiv 2502.21231) without its lower bound on the ratio, under which
+    sequences just above the capacity would be offloaded almost whole.
+    """
+    on_rings = np.maximum(2, -(-lengths // (2 * (capacity // 2))))
+    plain = np.where(lengths <= capacity, 1, on_rings)
+    if costs.offload is not None:
+        low, high = np.ones_like(plain), plain.copy()
+        while (low < high).any():
+            middle = (low + high) // 2
+            fits = offload_needed_milli(lengths, middle, capacity, costs) <= offload_hidden_milli(
+                lengths, middle, costs
+            )
+            high, low = np.where(fits, middle, high), np.where(fits, low, np.minimum(middle + 1, high))
+        plain = high
+    return np.where(plain <= largest, plain, 0)

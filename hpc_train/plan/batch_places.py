@@ -1,0 +1,69 @@
+"""Rings along the placement: in which order hdp ranks are near each other, and what rings send over which switches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpc_train.cluster.fabric import Fabric
+from hpc_train.plan.batch_cost import Integers
+from hpc_train.plan.batch_table import BatchTable
+from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.placement import Placement
+from hpc_train.plan.places import find_places
+from hpc_train.plan.traffic import Transfers, route_transfers
+
+
+def hdp_places(placement: Placement, fabric: Fabric) -> tuple[Integers, Integers, Integers]:
+    """Order, host and port of the hdp ranks, for `HdpRanks.make`.
+
+    The order goes through pods, leaves, hosts and GPUs. It is that of the first stage and the first tp rank: the others
+    are laid out alike, and a ring has one order in all of them.
+
+    Raises:
+        ConfigError: the fabric has not one of the nodes.
+    """
+    ranks = _hdp_ranks(placement.mesh)[0, :, 0]
+    num_gpus = np.zeros(len(placement.nodes), np.int64)
+    np.maximum.at(num_gpus, placement.node_of_rank, placement.gpu_of_rank + 1)
+    places = find_places(fabric, placement.nodes, num_gpus.tolist())
+    node, gpu = placement.node_of_rank[ranks], placement.gpu_of_rank[ranks]
+    host = places.domain[node].astype(np.int64)
+    # Nodes of one leaf set have one leaf for each rail; that of the first rail stands for all.
+    group, pod = places.leaf[node, 0], places.pod[node, 0]
+    order = np.lexsort((gpu, node, host, group, pod))
+    return order.astype(np.int64), host, places.port[node, gpu].astype(np.int64)
+
+
+def ring_bytes_by_tier(table: BatchTable, placement: Placement, fabric: Fabric, bytes_per_token: int) -> dict[str, int]:
+    """Bytes that the rings' members of all stages and tp ranks send in one pass, by the tier that they climb to.
+
+    bytes_per_token: keys and values of one token on one tp rank, all layers of a stage.
+
+    Raises:
+        ConfigError: the fabric has not one of the nodes, or a node that must send has no link that works.
+    """
+    sender, receiver, tokens = ring_edges(table)
+    by_hdp = _hdp_ranks(placement.mesh)
+
+    def on_all(hdp_ranks: Integers) -> Integers:
+        return np.asarray(by_hdp[:, hdp_ranks, :].ravel(), np.int64)
+
+    num_bytes = np.broadcast_to((tokens * bytes_per_token)[None, :, None], by_hdp[:, sender, :].shape).ravel()
+    listed = Transfers(on_all(sender), on_all(receiver), num_bytes)
+    return route_transfers(placement, fabric, listed).bytes_by_tier()
+
+
+def ring_edges(table: BatchTable) -> tuple[Integers, Integers, Integers]:
+    """Sender, receiver, and the tokens that go from one to the other in one pass, of each neighbour of each ring."""
+    sizes = np.repeat(table.sizes, table.sizes)
+    first = np.repeat(table.first_rank[:-1], table.sizes)
+    place = np.arange(len(table.ranks)) - first
+    tokens = np.repeat(table.pack_sums()[1], table.sizes) * (sizes - 1) // sizes
+    is_ring = sizes > 1
+    receiver = table.ranks[first + (place + 1) % sizes]
+    return table.ranks[is_ring], receiver[is_ring], tokens[is_ring]
+
+
+def _hdp_ranks(mesh: Mesh) -> Integers:
+    """World ranks by stage, hdp rank and tp rank."""
+    return np.arange(mesh.world_size, dtype=np.int64).reshape(mesh.pp, mesh.dp * mesh.cp, mesh.tp)
