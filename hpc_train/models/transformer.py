@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hpc_train.config import ModelConfig
 from hpc_train.models.attention import AttentionPlan, attend
 from hpc_train.models.dropout import DropoutKey, drop
+from hpc_train.models.loss import head_loss
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,8 @@ class Transformer(nn.Module):
 
         Without any supervised token it is an exact zero that still reaches every parameter.
         """
-        logits_NV = self.logits(x_BTh).flatten(0, 1)
-        return summed_loss(logits_NV, labels_BT.flatten())
+        assert self.norm is not None and self.head is not None
+        return head_loss(self.norm(x_BTh).flatten(0, 1), self.head.weight, labels_BT.flatten())
 
     def _embed(self, inputs: Inputs, first_token: int) -> torch.Tensor:
         assert self.embedding is not None
@@ -326,12 +327,6 @@ def initial_values(
     digest = hashlib.sha256(f"{seed},{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "little"))
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
-
-
-def summed_loss(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the labels that are not -100."""
-    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    return F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum")
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from torch import nn
 from hpc_train.comm.collectives import Group, all_gather_, all_reduce_
 from hpc_train.comm.tokens import all_gather_tokens, reduce_scatter_tokens
 from hpc_train.config import ModelConfig
+from hpc_train.models.loss import SharedVocabulary, head_loss
 from hpc_train.models.transformer import Attention, Block, ParallelBlock, Part, Transformer
 from hpc_train.parallel.exchange import Exchange, Factor
 from hpc_train.parallel.split_backward import QueuedWeight
@@ -157,6 +158,22 @@ def shared_parts(
     return left(made, [getattr(part, part.writes) for part, _ in parts], exchange)
 
 
+class _Enter(torch.autograd.Function):
+    """The input of what is not a product: whole sequences, whose gradient comes in partial sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTh: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return all_gather_tokens(x_BTh, exchange.group) if exchange.by_tokens else x_BTh.view_as(x_BTh)
+
+    @staticmethod
+    def backward(ctx: Any, partial_BTh: torch.Tensor) -> tuple[torch.Tensor, None]:
+        exchange = ctx.exchange
+        if exchange.by_tokens:
+            return reduce_scatter_tokens(partial_BTh, exchange.group), None
+        return all_reduce_(partial_BTh.clone(), exchange.group), None
+
+
 class _Leave(torch.autograd.Function):
     """Partial sums without a product to leave beside."""
 
@@ -189,39 +206,6 @@ class VocabularyEmbedding(nn.Module):
         return _Leave.apply(x_BTh.masked_fill_(foreign_BT[..., None], 0.0), self._exchange)
 
 
-class _VocabularyLoss(torch.autograd.Function):
-    """Cross entropy summed over the supervised tokens, with the logits of a token spread over the group.
-
-    Each rank takes the softmax over its own ids; one exchange of two numbers a token then gives the whole one's, of
-    which this rank has a share. logits_NV: this rank's ids, fp32 or better. labels_N: global ids, -100 where there is
-    none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, first_id: int, group: Group) -> torch.Tensor:
-        local_N = labels_N - first_id
-        is_here_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
-        index_N = local_N.masked_fill(~is_here_N, 0)
-        p_NV = logits_NV.softmax(dim=1)
-        of_ranks_n2N = logits_NV.new_empty(group.group_size, 2, len(labels_N))
-        log_sum_N, picked_N = of_ranks_n2N[group.group_rank]
-        # The largest probability is that of the largest logit, exp(0) / sum.
-        torch.sub(logits_NV.amax(dim=1), p_NV.amax(dim=1).log_(), out=log_sum_N)
-        picked_N.copy_(logits_NV.gather(1, index_N[:, None])[:, 0]).masked_fill_(~is_here_N, 0.0)
-        all_gather_(of_ranks_n2N.view(-1), group)
-        whole_N = of_ranks_n2N[:, 0].logsumexp(dim=0)
-        supervised_N = labels_N != -100
-        ctx.save_for_backward(p_NV, (log_sum_N - whole_N).exp_() * supervised_N, index_N, is_here_N & supervised_N)
-        return (whole_N - of_ranks_n2N[:, 1].sum(dim=0)).masked_fill_(~supervised_N, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        p_NV, share_N, index_N, is_here_N = ctx.saved_tensors
-        gradient_NV = p_NV.mul_((share_N * gradient)[:, None])  # in place: nobody else has it
-        gradient_NV.scatter_add_(1, index_N[:, None], (is_here_N * -gradient)[:, None])
-        return gradient_NV, None, None, None
-
-
 class TensorParallelTransformer(Transformer):
     """A Transformer, or a part of one, of which this rank computes its share."""
 
@@ -238,6 +222,14 @@ class TensorParallelTransformer(Transformer):
             self.embedding = VocabularyEmbedding(self.embedding, ids, exchange)
         for block in self.layers.values():
             _dress_block(block, config, split, exchange)
+        group = exchange.group
+        self._shared_vocabulary = SharedVocabulary(
+            ids.start,
+            -(-config.vocab_size // split.tp),
+            group.group_rank,
+            group.group_size,
+            lambda of_ranks: all_gather_(of_ranks.view(-1), group),
+        )
         if self.head is not None:
             self.head = _narrow(self.head, out_features=len(ids))
             self._tie()
@@ -249,10 +241,9 @@ class TensorParallelTransformer(Transformer):
         return logits_BTV
 
     def loss(self, x_BTh: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        logits_NV = self.logits(x_BTh).flatten(0, 1)
-        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        first_id = self._split.vocabulary(self.config).start
-        return _VocabularyLoss.apply(logits_NV, labels_BT.flatten(), first_id, self._exchange.group)
+        assert self.norm is not None and self.head is not None
+        x_BTh = _Enter.apply(self.norm(x_BTh), self._exchange)
+        return head_loss(x_BTh.flatten(0, 1), self.head.weight, labels_BT.flatten(), self._shared_vocabulary)
 
 
 def _dress_block(block: nn.Module, config: ModelConfig, split: TensorSplit, exchange: Exchange) -> None:

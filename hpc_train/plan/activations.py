@@ -46,6 +46,8 @@ from hpc_train.plan.parameters import ModelPart, TensorSplit
 Device = Literal["cpu", "cuda"]
 SMALLEST_TILE = 64
 """Queries of a windowed layer's smallest tile, as in models/attention.py; a test of the bytes holds it against that."""
+LOGITS_BYTES: dict[Device, int] = {"cpu": 2**22, "cuda": 2**29}
+"""Of a chunk of tokens in fp32, as in models/loss.py, with a test alike."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,15 @@ def saved_bytes(config: Config, part: ModelPart, split: TensorSplit, shape: Shap
         saved += 2 * shape.num_tokens * config.model.head_size * shape.element_bytes
     if part.has_embedding:
         saved += _embedding_bytes(config, split, shape)
-    return saved + (head_bytes(config, split, shape, device) if part.has_head else 0)
+    return saved + (head_bytes(config, shape, device) if part.has_head else 0)
 
 
-def head_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device) -> int:
-    """Of the last norm, the output head and the loss: gone when the backward comes to the blocks."""
-    normed = shape.num_tokens * shape.hidden * shape.element_bytes
-    return _norm_bytes(config, shape, device) + normed + loss_bytes(split, shape)
+def head_bytes(config: Config, shape: Shape, device: Device) -> int:
+    """Of the last norm, and the gradients that the loss makes with itself: of its input, and of the head's weight in
+    fp32. They are gone when the backward comes to the blocks.
+    """
+    gradients = shape.num_tokens * shape.hidden * shape.element_bytes + 4 * shape.vocabulary * shape.hidden
+    return _norm_bytes(config, shape, device) + gradients
 
 
 def block_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device, layer: int) -> int:
@@ -166,10 +170,11 @@ def mask_bytes(config: Config, layers: Iterable[int], shape: Shape) -> int:
     return num_sequences * sum(pairs)
 
 
-def loss_bytes(split: TensorSplit, shape: Shape) -> int:
-    """Probabilities of each token's share of the vocabulary in fp32, and its label; over tp a few numbers more."""
-    per_token = 4 * shape.vocabulary + (8 if split.tp == 1 else 4 + 8 + 1)
-    return shape.num_tokens * per_token
+def logits_bytes(shape: Shape, device: Device) -> int:
+    """A chunk's logits in fp32, which become their gradient; where the model computes in less, that once more."""
+    num_tokens = min(shape.num_tokens, max(1, LOGITS_BYTES[device] // (4 * shape.vocabulary)))
+    narrow = shape.element_bytes if shape.element_bytes < 4 else 0
+    return num_tokens * shape.vocabulary * (4 + narrow)
 
 
 def has_uneven_heads(config: Config, split: TensorSplit) -> bool:

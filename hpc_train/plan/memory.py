@@ -16,6 +16,7 @@ from hpc_train.plan.activations import (
     Shape,
     block_bytes,
     head_bytes,
+    logits_bytes,
     mask_bytes,
     queued_bytes,
     saved_bytes,
@@ -261,10 +262,9 @@ def _working_bytes(
 ) -> tuple[int, int]:
     """The most that a backward takes beside what forwards kept: what a recomputed block keeps, and what is worked with.
 
-    Of the loss, logits or their gradient in fp32, and in bf16 in both types; with tp the gradient takes the place of
-    the probabilities. Of a block, gradients in the feed-forward part; by then what the head kept is gone. And the
-    gradient of one weight matrix before it is added to its sum. Dropout draws with three whole numbers of 8 bytes an
-    element.
+    Of the loss, its input and a chunk's logits, and in bf16 the weight's gradient in that type too. Of a block,
+    gradients in the feed-forward part; by then what the head kept is gone. And the gradient of one weight matrix before
+    it is added to its sum. Dropout draws with three whole numbers of 8 bytes an element.
     """
     a, N = shape.element_bytes, shape.num_tokens
     dropout = 3 * 8 * shape.stream_tokens * shape.hidden if config.model.dropout else 0
@@ -275,10 +275,10 @@ def _working_bytes(
         again = max(block_bytes(config, split, shape, device, layer) for layer in part.layers)
     if not part.has_head:
         return again, max(block, dropout)
-    logits = N * shape.vocabulary * (EXACT_BYTES + (a if a < EXACT_BYTES else 0))
-    head = N * shape.vocabulary * a + shape.vocabulary * shape.hidden * a
-    gone = head_bytes(config, split, shape, device)
-    most = max(logits, head, again + max(block, dropout) - gone)
+    narrow_weight = shape.vocabulary * shape.hidden * a if a < EXACT_BYTES else 0
+    head = N * shape.hidden * a + narrow_weight + logits_bytes(shape, device)
+    gone = head_bytes(config, shape, device)
+    most = max(head, again + max(block, dropout) - gone)
     again = max(0, again - gone)
     return again, most - again
 

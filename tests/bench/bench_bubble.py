@@ -125,15 +125,15 @@ class _TimedPipeline(Pipeline):
         return tensor
 
     def _forward(self, action: Action, *args: Any) -> None:
-        self._timed(action, lambda: super(_TimedPipeline, self)._forward(action, *args))
+        self._noted(action, lambda: super(_TimedPipeline, self)._forward(action, *args))
 
     def _backward(self, action: Action, *args: Any) -> None:
-        self._timed(action, lambda: super(_TimedPipeline, self)._backward(action, *args))
+        self._noted(action, lambda: super(_TimedPipeline, self)._backward(action, *args))
 
     def _weights(self, action: Action, *args: Any) -> None:
-        self._timed(action, lambda: super(_TimedPipeline, self)._weights(action, *args))
+        self._noted(action, lambda: super(_TimedPipeline, self)._weights(action, *args))
 
-    def _timed(self, action: Action, work: Callable[[], None]) -> None:
+    def _noted(self, action: Action, work: Callable[[], None]) -> None:
         start, waited_s = time.perf_counter(), self.waited_s
         work()
         self.spent_s[action.op, action.model_chunk].append(time.perf_counter() - start - (self.waited_s - waited_s))

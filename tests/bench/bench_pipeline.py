@@ -2,7 +2,8 @@
 
 The same plain model, data, precision and fused AdamW. Ours splits the layers by their cost, with the head and the loss
 on the scale; theirs are split evenly by number, as its tutorial does and its users would. `pipelining_by_cost` has our
-split, which shows what the split alone is worth. Both send the same fp32 tensors over gloo. Prints JSON. Under
+split, which shows what the split alone is worth. `hpc_train_zero_bubble` is our pipeline in its other order, which
+keeps no more memory. All send the same fp32 tensors over gloo. Prints JSON. Under
 torchrun's variables (`hpc-train exec`, torchrun) the ranks are those, on whatever hosts, else two processes here.
 
     python -m tests.bench.bench_pipeline [--rounds 10] [--micro-batches 4] [--virtual-stages 2]
@@ -21,6 +22,7 @@ from tests.bench.rounds import MODEL, SEQ_LEN, Peer, batches_of, measure, our_pe
 from tests.ranks import TestRank
 
 PAIRS = [("hpc_train", "pipelining"), ("hpc_train", "pipelining_by_cost")]
+PAIRS_OF_ZERO_BUBBLE = [("hpc_train_zero_bubble", "pipelining"), ("hpc_train_zero_bubble", "hpc_train")]
 
 
 def _stage_module(model: Mapping[str, object], layers: range) -> Any:
@@ -112,6 +114,8 @@ def _measure(
         "pipelining": _pipelining(me, num_micro_batches, model, by_number),
         "pipelining_by_cost": _pipelining(me, num_micro_batches, model, by_cost),
     }
+    if virtual_stages == 1:
+        peers["hpc_train_zero_bubble"] = our_peer(our_trainer(me, {**parallel, "schedule": "zero_bubble"}, model))
     return measure(peers, batches_of(num_micro_batches, 1, vocab_size=int(str(model["vocab_size"]))), rounds)
 
 
@@ -126,7 +130,8 @@ def main() -> None:
     model = {**MODEL, "num_layers": args.layers, "vocab_size": args.vocab}
     results = on_ranks(_measure, 2, args.rounds, args.micro_batches, args.virtual_stages, model)
     if results is not None:
-        print(json.dumps(report(results, PAIRS, vars(args)), indent=1))
+        pairs = PAIRS + (PAIRS_OF_ZERO_BUBBLE if args.virtual_stages == 1 else [])
+        print(json.dumps(report(results, pairs, vars(args)), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What timing costs a step, at 100 segments a step or more.
 
-1. steps of a small model on one rank, with a recorder and without in turn: the ratio of paired medians. Noise of the
-   machine is far above what is looked for, so this can only refute.
+1. steps of a small model on one rank, with a recorder and without in turn: the ratio of paired medians, beside that of
+   a second model without one, which shows how far two equal ones are apart. So this can only refute.
 2. segments alone, 100 a step, half of them transfers, with the thread writing them: time of one, against the step's.
 
 The second is the figure: segments x time of one / step time. Prints JSON.
@@ -63,7 +63,7 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
     world = single_world()
     observe = ObserveConfig(trace_max_segments=10**9)
     config = make_config(MODEL, seq_len=SEQ_LEN)
-    recorders = {"off": NOT_RECORDED, "on": start_recorder(folder, observe, world)}
+    recorders = {"off": NOT_RECORDED, "on": start_recorder(folder, observe, world), "off_again": NOT_RECORDED}
     trainers = {
         name: build_trainer(config, mesh_of(config, 1), world, recorder=recorder)
         for name, recorder in recorders.items()
@@ -73,10 +73,10 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
     tensors = {name: getattr(whole_batch, name)[:, :_TOKENS] for name in ("tokens", "labels", "positions")}
     short = replace(whole_batch, **tensors, boundaries=((_TOKENS,),), num_tokens=_TOKENS, num_supervised=_TOKENS)
     batches = [short] * (num_segments // 2)
-    step_s: dict[str, list[float]] = {"off": [], "on": []}
-    processor_s: dict[str, list[float]] = {"off": [], "on": []}
+    step_s: dict[str, list[float]] = {name: [] for name in recorders}
+    processor_s: dict[str, list[float]] = {name: [] for name in recorders}
     for number in range(rounds + 1):
-        for name in ("off", "on") if number % 2 else ("on", "off"):
+        for name in list(recorders)[:: -1 if number % 2 else 1]:
             start, start_processor = time.perf_counter(), time.process_time()
             with recorders[name].step(number + 1):
                 trainers[name].step(number + 1, batches, 1e-4)
@@ -89,8 +89,8 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
         of_one["on"].append(segment_s(recorder, num_segments))
         of_one["off"].append(segment_s(NOT_RECORDED, num_segments))
         recorder.close()
-    ratios = [on / off for on, off in zip(step_s["on"][1:], step_s["off"][1:], strict=True)]
-    processor = [on / off for on, off in zip(processor_s["on"][1:], processor_s["off"][1:], strict=True)]
+    ratios = {name: _paired(step_s[name], step_s["off"]) for name in ("on", "off_again")}
+    processor = {name: _paired(processor_s[name], processor_s["off"]) for name in ("on", "off_again")}
     whole, one = statistics.median(step_s["off"][1:]), statistics.median(of_one["on"])
     return {
         "what": "share of a step's time that its segments cost; medians",
@@ -102,11 +102,15 @@ def measure(folder: Path, rounds: int, num_segments: int) -> dict[str, Any]:
         "segment_us_not_recorded": 1e6 * statistics.median(of_one["off"]),
         "share_of_step": num_segments * one / whole,
         "step_s_for_one_percent": 100 * num_segments * one,
-        "steps_on_to_off": statistics.median(ratios),
-        "steps_on_to_off_range": (min(ratios), max(ratios)),
-        "processor_on_to_off": statistics.median(processor),
-        "processor_on_to_off_range": (min(processor), max(processor)),
+        "steps_to_off": ratios,
+        "processor_to_off": processor,
     }
+
+
+def _paired(times: list[float], of_off: list[float]) -> tuple[float, float, float]:
+    """Median, least and greatest ratio of a round; the first one warms up."""
+    ratios = [ours / off for ours, off in zip(times[1:], of_off[1:], strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
+from hpc_train.plan import activations
 from hpc_train.plan.activations import saved_bytes, shape_of
 from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.memory import check_memory, fullest_stage, memory_of_stage, nearest_mesh_that_fits
@@ -134,6 +135,12 @@ def _check_world(world_size: int, cases: list[tuple[Case, str]]) -> None:
     for measured in of_ranks:
         for (case, precision), found in zip(cases, measured, strict=True):
             _check(case, precision, found)
+
+
+def test_the_plan_cuts_logits_as_the_model_does() -> None:
+    from hpc_train.models import loss
+
+    assert activations.LOGITS_BYTES == loss.LOGITS_BYTES
 
 
 @pytest.mark.parametrize(("seq_len", "window"), [(150, 40), (130, 37), (130, 129), (140, 140)])
