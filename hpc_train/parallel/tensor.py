@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_train.comm.collectives import Group, all_gather_, all_reduce_
+from hpc_train.comm.collectives import all_gather_, all_reduce_
 from hpc_train.comm.tokens import all_gather_tokens, reduce_scatter_tokens
 from hpc_train.config import ModelConfig
 from hpc_train.models.loss import SharedVocabulary, head_loss
