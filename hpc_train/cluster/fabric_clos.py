@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.errors import ConfigError
@@ -123,6 +124,8 @@ def _names(count: int, settings: dict[str, str], text: str) -> list[str]:
     if count > 1_000_000:
         raise ConfigError(f"{text}: {count} nodes in all are more than a million")
     prefix = settings.get("prefix", "n")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix):
+        raise ConfigError(f"{text}: prefix={prefix} cannot begin the name of a node; give letters and digits, as in n")
     names = [f"{prefix}{index:0{len(str(count - 1))}d}" for index in range(count)]
     if "shuffle" in settings:
         seed = settings["shuffle"]

@@ -55,6 +55,8 @@ def read_fabric_file(text: str, source: str) -> Fabric:
     draft = _Draft()
     for pod in _mapping(file, ("pods",)):
         _read_pod(file, pod, draft)
+    if not draft.leaf_sets and not draft.rails:
+        raise file.refuse(("pods",), "no pod has a leaf with nodes; a fabric needs at least one node")
     for key in _mapping(file, ("nodes",)) if "nodes" in top else ():
         detail = _mapping(file, ("nodes", key), _NODE)
         for name in _hosts(file, ("nodes", key), key):
@@ -172,6 +174,9 @@ def _node(
         _number(file, (*path, "down_rails"), rail, most=MAX_RAILS - 1)
         for rail in _list(file, (*path, "down_rails"), detail.get("down_rails", []))
     )
+    known = len(leaves) if len(leaves) > 1 else max(rails) + 1 if rails is not None else gpus
+    if known is not None and max(down, default=0) >= known:
+        raise file.refuse((*path, "down_rails"), f"the node {name} has no rail {max(down)}, but rails 0 to {known - 1}")
     if len(leaves) > 1:
         leaves, down = tuple(None if rail in down else leaf for rail, leaf in enumerate(leaves)), ()
     domain = detail.get("nvlink_domain")

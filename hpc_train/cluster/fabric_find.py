@@ -85,7 +85,10 @@ def read_sources(source: str) -> Fabric:
     """
     if source.startswith(CLOS_PREFIX):
         return clos_fabric(source)
-    return reduce(merge_fabrics, [read_fabric(name.strip()) for name in source.split(",")])
+    names = [name.strip() for name in source.split(",")]
+    if not all(names):
+        raise ConfigError(f"the fabric's source {source!r} has an empty name; give files with one comma between them")
+    return reduce(merge_fabrics, map(read_fabric, names))
 
 
 def _gathered(gather: Callable[[], Sequence[NodeReport]] | None) -> tuple[Sequence[NodeReport], list[str]]:

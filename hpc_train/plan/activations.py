@@ -18,6 +18,7 @@ feed-forward size; V its share of the vocabulary; a bytes of an activation; T to
 | gpt: before and behind the GELU | 2 N f a | GELU, down |
 | llama: gate, silu(gate), up, product | 4 N f a | the products, down |
 | dropout, twice | S h | one byte for each element that may be dropped |
+| behind the blocks: the loss | N h a + 4 V h | its gradients by the head's input and weight |
 
 A parallel block has one norm, one normed stream and one dropout. A layer with a window shorter than the sequence cuts
 it into tiles of t queries that see s keys each: attention then keeps the queries of all tiles, their keys and values

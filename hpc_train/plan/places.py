@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,7 @@ def find_places(fabric: Fabric, nodes: Sequence[str], num_gpus: Sequence[int]) -
     pod = np.where(leaf == NOWHERE, NOWHERE, pod_of_leaf[leaf])
     return Places(
         tuple(nodes), np.array(domain, dtype=np.int32), rail, leaf, pod, tuple(leaf_number), tuple(pod_number),
-        tuple(_notes(fabric, cut)),
+        tuple(_notes(fabric, nodes, cut)),
     )  # fmt: skip
 
 
@@ -116,10 +117,15 @@ def _domain_name(node: FabricNode) -> str:
     return f"node {node.name}" if node.nvlink_domain is None else f"domain {node.nvlink_domain}"
 
 
-def _notes(fabric: Fabric, cut: list[str]) -> list[str]:
+def _notes(fabric: Fabric, nodes: Sequence[str], cut: list[str]) -> list[str]:
     notes = []
-    if not fabric.are_rails_known:
-        notes.append(f"GPU i is assumed on rail i: {fabric.source} does not tell the rails")
+    if not fabric.are_rails_known and any(fabric.nodes[node].rail_of_gpu is None for node in nodes):
+        notes.append(f"GPU i is assumed on rail i where {fabric.source} does not tell the rails")
+    shared = Counter(fabric.nodes[node].nvlink_domain for node in nodes)
+    domains = [f"{name} ({count} nodes)" for name, count in shared.items() if name is not None and count > 1]
+    if domains:
+        more = ", ..." if len(domains) > 8 else ""
+        notes.append(f"the nodes of an NVLink domain count as one node: {', '.join(domains[:8])}{more}")
     if cut:
         notes.append(
             f"links are down on {', '.join(cut[:8])}{', ...' if len(cut) > 8 else ''}: the GPUs of such a rail are "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,21 @@ def test_faults_are_told_with_their_line(old: str, new: str, line: int, words: s
         read(TEXT.replace(old, new, 1))
     assert words in str(caught.value)
     assert f"fabric.yaml, line {line}:" in str(caught.value)
+
+
+def test_a_fabric_without_nodes_and_a_link_that_no_card_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="line 2: pods: no pod has a leaf with nodes"):
+        read("version: 1\npods: {}\n")
+    one = 'version: 1\npods: {p: {leaves: {l: {nodes: "n1"}}}}\nnodes:\n  n1: {num_gpus: 2, down_rails: [7]}\n'
+    with pytest.raises(ConfigError, match="line 4: .*the node n1 has no rail 7, but rails 0 to 1"):
+        read(one)
+
+
+def test_the_example_of_the_reference_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/fabric-file.md").read_text()
+    fabric = read(page.split("```yaml\n")[1].split("```")[0])
+    assert len(fabric.nodes) == 34
+    assert fabric.nodes["w1"].nvlink_domain == "rack7"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3"])

@@ -68,6 +68,8 @@ def test_nodes_come_from_the_list_the_number_or_the_mesh(capsys: pytest.CaptureF
 
 
 def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = plan(capsys, "-N", "8", "--fabric", CLOS, "--json", "fabric.exclude=zzz")
+    assert "fabric.exclude names zzz, which the plan has not anyway" in err
     _, out, _ = plan(capsys, "-N", "8", "--fabric", CLOS, "--json")
     first = Plan.from_json(out).nodes[0]
     code, out, _ = plan(capsys, "-N", "8", "--fabric", CLOS, "--json", f"fabric.exclude={first}")
@@ -79,7 +81,13 @@ def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["-N", "99", "--fabric", CLOS], "99 nodes are asked for, but the fabric from clos:"),
         (["--nodelist", "n1,elsewhere", "--fabric", CLOS], "elsewhere"),
+        (["--nodelist", "n01,n02,n01", "--fabric", CLOS], "n01 more than once"),
+        (["--nodelist", "n[2-1]", "--fabric", CLOS], "--nodelist: The host list 'n[2-1]' cannot be read"),
+        (["-N", "2", "--fabric", CLOS, "fabric.exclude='n[2-'"], "fabric.exclude: The host list"),
+        (["--nodelist", "n01", "--fabric", CLOS, "fabric.exclude=n01"], "fabric.exclude=n01 leaves no node"),
         (["-N", "2", "--fabric", "nowhere.yaml"], "nowhere.yaml"),
+        (["-N", "2", "--fabric", "a.yaml,"], "has an empty name"),
+        (["-N", "2", "--fabric", "clos:pods=1,nodes=2,prefix=a["], "prefix=a[ cannot begin the name of a node"),
         (["-N", "2", "--fabric", CLOS, "--order", "dp,tp"], "--order dp,tp is neither auto nor slurm"),
         (["-N", "2", "--fabric", CLOS, "--groups"], "--groups has no effect without --json"),
         (["-N", "2", "--fabric", CLOS, "--ntasks-per-node", "9"], "more than the 8 GPUs"),
