@@ -29,6 +29,7 @@ from hpc_train.launch.run_folder import RUN_DIR_VARIABLE, is_live, read_owner, t
 from hpc_train.launch.slurm_flags import check_signal, given_flags, verbatim_value, world_size_of
 from hpc_train.launch.submitted_jobs import SubmittedJob, note_job
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.run import mesh_of
 
 
 def submit_command(options: Namespace) -> int:
@@ -136,8 +137,7 @@ def batch_values(options: Namespace, env: Mapping[str, str]) -> BatchValues:
     config = load_config(options.config, options.overrides)
     defaults = {flag.removeprefix("--"): value for flag, value in site_defaults(env).items()}
     world_size, flags = world_size_of({**defaults, **given_flags(options)})
-    parallel = config.parallel
-    mesh = Mesh.fill(world_size, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
+    mesh = mesh_of(config, world_size)
     check_before_start(config, mesh)
     check_signal(flags.get("signal"), config.launch.stop_signal)
     run_dir = options.run_dir or env.get(RUN_DIR_VARIABLE)

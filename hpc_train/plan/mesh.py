@@ -6,7 +6,7 @@ Ranks are numbered row-major over (pp, dp, cp, tp), so neighbours in tp have nei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError
@@ -33,8 +33,18 @@ class Mesh:
                 )
 
     @staticmethod
-    def fill(world_size: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1) -> Mesh:
+    def fill(
+        world_size: int,
+        *,
+        pp: int = 1,
+        dp: int | None = None,
+        cp: int = 1,
+        tp: int = 1,
+        possible: Mapping[str, Collection[int]] | None = None,
+    ) -> Mesh:
         """The mesh of exactly `world_size` ranks; dp left out is what the other axes leave over.
+
+        possible: by axis the degrees that a refusal may advise; an axis that is not named has any.
 
         Raises:
             ConfigError: the degrees do not fill the world, with each factor, the remainder and the nearest
@@ -47,9 +57,9 @@ class Mesh:
         if dp is None:
             if world_size % others == 0:
                 return Mesh(pp=pp, dp=world_size // others, cp=cp, tp=tp)
-            raise ConfigError(_not_divisible(world_size, pp, cp, tp))
+            raise ConfigError(_not_divisible(world_size, mesh, possible or {}))
         if mesh.world_size != world_size:
-            raise ConfigError(_not_equal(world_size, mesh))
+            raise ConfigError(_not_equal(world_size, mesh, possible or {}))
         return mesh
 
     @property
@@ -105,16 +115,16 @@ def _product(axes: Mapping[str, int | None]) -> str:
     return " x ".join(f"{axis} {'?' if degree is None else degree}" for axis, degree in axes.items())
 
 
-def _not_divisible(world_size: int, pp: int, cp: int, tp: int) -> str:
-    others = pp * cp * tp
-    asked = _product({"pp": pp, "dp": None, "cp": cp, "tp": tp})
+def _not_divisible(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
+    others = mesh.pp * mesh.cp * mesh.tp
+    asked = _product({**mesh.axes, "dp": None})
     return (
         f"{world_size} ranks do not fill a mesh of {asked}: pp x cp x tp = {others} leaves a remainder of "
-        f"{world_size % others}. {_nearest(world_size, pp, cp, tp)}"
+        f"{world_size % others}. {_nearest(world_size, mesh, possible)}"
     )
 
 
-def _not_equal(world_size: int, mesh: Mesh) -> str:
+def _not_equal(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
     others = mesh.pp * mesh.cp * mesh.tp
     text = (
         f"{world_size} ranks do not fill a mesh of {mesh.describe()} = {mesh.world_size} ranks: "
@@ -123,11 +133,12 @@ def _not_equal(world_size: int, mesh: Mesh) -> str:
     )
     if world_size % others == 0:
         return f"{text}, or use dp={world_size // others}, or leave dp out."
-    return f"{text}. {_nearest(world_size, mesh.pp, mesh.cp, mesh.tp)}"
+    return f"{text}. {_nearest(world_size, mesh, possible)}"
 
 
-def _nearest(world_size: int, pp: int, cp: int, tp: int) -> str:
-    return f"{_nearest_worlds(world_size, pp * cp * tp)}{_nearest_degrees(world_size, pp, cp, tp)}"
+def _nearest(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
+    others = mesh.pp * mesh.cp * mesh.tp
+    return f"{_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, mesh, possible)}"
 
 
 def _nearest_worlds(world_size: int, others: int) -> str:
@@ -136,14 +147,16 @@ def _nearest_worlds(world_size: int, others: int) -> str:
     return f"With these degrees use {' or '.join(choices)} ranks"
 
 
-def _nearest_degrees(world_size: int, pp: int, cp: int, tp: int) -> str:
+def _nearest_degrees(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
     """The nearest value of each axis above 1 that would divide, the other axes being kept."""
     suggestions = []
-    for axis, degree, rest in (("tp", tp, pp * cp), ("cp", cp, pp * tp), ("pp", pp, cp * tp)):
+    for axis in ("tp", "cp", "pp"):
+        degree = getattr(mesh, axis)
+        rest = mesh.pp * mesh.cp * mesh.tp // degree
         if degree == 1 or world_size % rest:
             continue
         left = world_size // rest
-        fits = [value for value in range(1, left + 1) if left % value == 0]
+        fits = [n for n in possible.get(axis, range(1, left + 1)) if n <= left and left % n == 0]
         near = sorted(sorted(fits, key=lambda value: (abs(value - degree), value))[:3])
         suggestions.append(f"{axis}={' or '.join(map(str, near))}")
     return f"; with {world_size} ranks use {', or '.join(suggestions)}." if suggestions else "."

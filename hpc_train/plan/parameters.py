@@ -86,13 +86,19 @@ class TensorSplit:
 UNSPLIT = TensorSplit(1, 0, False)
 
 
+def possible_degrees(config: ModelConfig) -> dict[str, list[int]]:
+    """By axis the degrees that the model can be split by."""
+    tp = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0 and config.ffn_size % n == 0]
+    return {"tp": tp, "pp": list(range(1, config.num_layers + 1))}
+
+
 def check_split(config: ModelConfig, tp: int, seq_len: int, sequence_parallel: bool) -> None:
     """Refuse a tensor-parallel degree that the model cannot be split by.
 
     Raises:
         ConfigError: with the degrees that work.
     """
-    works = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0 and config.ffn_size % n == 0]
+    works = possible_degrees(config)["tp"]
     if tp not in works:
         raise ConfigError(
             f"parallel.tp={tp} does not split model.num_heads={config.num_heads} and the feed-forward size "

@@ -18,6 +18,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.errors import LaunchError
 from hpc_train.plan.groups import GroupPlan
 from hpc_train.plan.mesh import AXES, Mesh
+from hpc_train.plan.parameters import possible_degrees
 
 if TYPE_CHECKING:
     from hpc_train.config import Config
@@ -180,8 +181,17 @@ def world_mesh(config: Config, allocation: Allocation) -> Mesh:
     Raises:
         ConfigError: the degrees do not fill the world.
     """
-    parallel = config.parallel
-    return Mesh.fill(sum(allocation.tasks_per_node), pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
+    return mesh_of(config, sum(allocation.tasks_per_node))
+
+
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The mesh that a configuration makes of so many ranks.
+
+    Raises:
+        ConfigError: the degrees do not fill the world.
+    """
+    parallel, possible = config.parallel, possible_degrees(config.model)
+    return Mesh.fill(world_size, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, possible=possible)
 
 
 def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:

@@ -112,7 +112,7 @@ def test_a_fabric_without_nodes_and_a_link_that_no_card_has_are_refused() -> Non
     with pytest.raises(ConfigError, match="line 2: pods: no pod has a leaf with nodes"):
         read("version: 1\npods: {}\n")
     one = 'version: 1\npods: {p: {leaves: {l: {nodes: "n1"}}}}\nnodes:\n  n1: {num_gpus: 2, down_rails: [7]}\n'
-    with pytest.raises(ConfigError, match="line 4: .*the node n1 has no rail 7, but rails 0 to 1"):
+    with pytest.raises(ConfigError, match=r"line 4: .*the node n1 has no rail 7, but rails 0 to 1"):
         read(one)
 
 

@@ -22,6 +22,7 @@ def outside_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("config.yaml").write_text(yaml.safe_dump(tree))
 
 
+FOUR_HEADS = ("model.num_heads=4", "parallel.tp=2", "parallel.pp=2")
 CLOS = "clos:pods=2,nodes=8,ports=8,shuffle=3"
 
 
@@ -93,6 +94,8 @@ def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None
         (["-N", "2", "--fabric", CLOS, "--ntasks-per-node", "9"], "more than the 8 GPUs"),
         (["-N", "2", "--fabric", CLOS, "parallel.tp=16", "parallel.pp=1", "model.num_heads=16"], "tp=16"),
         (["-N", "2", "--fabric", CLOS, "parallel.dp=3"], "do not fill"),
+        # Neither 7 layers' worth of stages nor tp=7 of 4 heads is advised.
+        (["-N", "7", "--ntasks-per-node", "2", "--fabric", CLOS, *FOUR_HEADS], "with 14 ranks use tp=1, or pp=1 or 7."),
         (["-N", "2", "--fabric", CLOS, "train.global_batch_size=3"], "global_batch_size=3"),
         (["-N", "2", "--fabric", CLOS, "fabric.gpu_memory_bytes=9"], "does not fit: a rank of stage"),
     ],

@@ -76,9 +76,7 @@ def fragmented(slurm: Any) -> Any:
     slurm.run(["scancel", job.stdout.strip()], timeout=30)
 
 
-def test_ranks_meet_as_planned_under_every_distribution_and_train_alike(
-    fragmented: Any, tmp_path: Path
-) -> None:
+def test_ranks_meet_as_planned_under_every_distribution_and_train_alike(fragmented: Any, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")
     path = write_config(tmp_path, steps=2, eval_every=0, global_batch_size=8)
     tree = yaml.safe_load(path.read_text())
