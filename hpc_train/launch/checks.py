@@ -13,7 +13,7 @@ from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_split, check_tiles
-from hpc_train.plan.run_files import CONFIG_FILE, OUTCOME_FILE, read_json
+from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import plan_stages
 
@@ -79,7 +79,7 @@ def compare_with_earlier(run_dir: Path, config: Config) -> Comparison:
     """Lines on what changed since the last attempt in this folder.
 
     Raises:
-        ConfigError: the model changed, so that the folder's checkpoints would not fit.
+        ConfigError: the model changed after the run took steps, so that what it left in the folder would not fit.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
@@ -87,15 +87,23 @@ def compare_with_earlier(run_dir: Path, config: Config) -> Comparison:
     earlier = load_config(path).model_dump(mode="json")
     changed = list(differing_keys(earlier, config.model_dump(mode="json")))
     in_model = [line for line in changed if line.startswith("model.")]
-    if in_model:
+    if in_model and _has_begun(run_dir):
         raise ConfigError(
-            f"the run folder {run_dir} belongs to a run with another model, whose checkpoints do not fit: "
+            f"the run folder {run_dir} belongs to a run with another model, whose steps and checkpoints do not fit: "
             f"{'; '.join(in_model[:4])}. Give another folder by --run-dir, or the earlier model"
         )
     outcome = read_json(run_dir / OUTCOME_FILE) or {}
     is_done = not changed and outcome.get("outcome") == "done"
     lines = tuple(f"changed since the last attempt: {line}" for line in changed)
     return Comparison(lines, str(outcome.get("time")) if is_done else None)
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a run took steps in this folder, or saved some."""
+    metrics, checkpoints = run_dir / METRICS_FILE, run_dir / CHECKPOINTS_FOLDER
+    return (metrics.is_file() and metrics.stat().st_size > 0) or (
+        checkpoints.is_dir() and any(not path.name.startswith(".") for path in checkpoints.iterdir())
+    )
 
 
 def differing_keys(earlier: Mapping[str, Any], present: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

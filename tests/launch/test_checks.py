@@ -33,8 +33,16 @@ def test_an_earlier_run_may_be_gone_on_with_but_not_with_another_model(tmp_path:
     (run / "config.yaml").write_text(dump_yaml(small_config(tmp_path)))
     longer = compare_with_earlier(run, small_config(tmp_path, train={"steps": 20}))
     assert longer.changes == ("changed since the last attempt: train.steps: 2 -> 20",)
+    wider = small_config(tmp_path, model={"hidden_size": 16})
+    changed = ("changed since the last attempt: model.hidden_size: 8 -> 16",)
+    assert compare_with_earlier(run, wider).changes == changed, "nothing was trained yet"
+    (run / "checkpoints/step_2").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"another model.*model\.hidden_size: 8 -> 16"):
-        compare_with_earlier(run, small_config(tmp_path, model={"hidden_size": 16}))
+        compare_with_earlier(run, wider)
+    (run / "checkpoints/step_2").rmdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"another model"):
+        compare_with_earlier(run, wider)
 
 
 def test_a_run_that_is_done_is_done_only_while_nothing_changed(tmp_path: Path) -> None:
