@@ -19,4 +19,5 @@ def add_trace_parser(commands: Any) -> None:
     parser.add_argument("--steps", metavar="A-B", help="first and last step (default: all that were recorded)")
     parser.add_argument("--attempt", type=int, metavar="N", help="which start of the run (default: the last)")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: RUN/trace.json.gz)")
+    parser.add_argument("--png", metavar="FILE", help="also draw the timeline; of few steps, or little can be seen")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")

@@ -11,6 +11,7 @@ from hpc_train.errors import DataError
 from hpc_train.log import say
 from hpc_train.observe.chrome_trace import write_chrome_trace
 from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_exposure
+from hpc_train.observe.timeline_picture import draw_timeline
 from hpc_train.observe.trace_files import RankTrace, TraceFolder, choose_ranks, find_trace, parse_ranges, read_rank
 
 # More than this in one file opens slowly or not at all in a browser (assumed; some 300 MB of JSON).
@@ -29,6 +30,8 @@ def trace_command(args: argparse.Namespace) -> int:
         (steps,) = parts
     traces = _read(folder, choose_ranks(folder, args.ranks), steps)
     out = Path(args.out) if args.out else run_dir / "trace.json.gz"
+    if args.png:
+        draw_timeline(traces, Path(args.png))
     num_events = write_chrome_trace(out, traces)
     exposures = measure_exposure(traces)
     notes = _notes(traces)
@@ -41,6 +44,8 @@ def trace_command(args: argparse.Namespace) -> int:
     say(exposure_table(exposures))
     for note in notes:
         say(f"note: {note}")
+    if args.png:
+        say(f"written: {args.png}")
     say(f"written: {out} ({num_events} events; open it in https://ui.perfetto.dev)")
     return 0
 

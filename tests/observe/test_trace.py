@@ -35,6 +35,20 @@ def test_eight_ranks_and_twenty_steps_become_one_trace_that_keeps_every_segment(
     assert f"{len(events)} events" in capsys.readouterr().out
 
 
+def test_a_picture_shows_work_and_waiting_of_a_few_ranks(tmp_path: Path, capsys) -> None:
+    write_pipeline(tmp_path, 4, 3)
+    picture = tmp_path / "t.png"
+    assert _run(tmp_path, "--steps", "2-2", "--png", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    assert f"written: {picture}" in capsys.readouterr().out
+
+
+def test_more_ranks_than_a_picture_holds_are_refused(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, 65, 1)
+    assert _run(tmp_path, "--png", str(tmp_path / "t.png")) == 4
+    assert not (tmp_path / "t.png").exists()
+
+
 def test_an_arrow_goes_from_each_send_to_the_receive_of_the_next_rank_and_forwards_in_time(tmp_path: Path) -> None:
     write_pipeline(tmp_path, 4, 3)
     _run(tmp_path, "--out", str(tmp_path / "t.json"))
@@ -187,7 +201,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         choose_ranks(find_trace(tmp_path), "0-1,5")
     with pytest.raises(DataError, match="no attempt 4"):
         find_trace(tmp_path, 4)
-    options = argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps="7-9", out=None, json=False)
+    options = argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps="7-9", out=None, png=None, json=False)
     with pytest.raises(DataError, match="steps 7 to 9"):
         trace_command(options)
 
@@ -196,4 +210,4 @@ def test_more_than_a_viewer_opens_is_refused_with_what_fits(tmp_path: Path, monk
     monkeypatch.setattr("hpc_train.observe.trace_command._MAX_ROWS", 40)
     write_pipeline(tmp_path, 4, 20)
     with pytest.raises(DataError, match=r"4 ranks x 20 steps .* some \d+ steps by --steps"):
-        trace_command(argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps=None, out=None, json=False))
+        trace_command(argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps=None, out=None, png=None, json=False))
