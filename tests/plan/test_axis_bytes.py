@@ -145,7 +145,7 @@ def _count_sent(me: TestRank, cases: list[Case]) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize(("world_size", "cases"), [(4, COUNTED), (3, SHARED_HEADS)])
 def test_the_plan_counts_what_ranks_really_send(world_size: int, cases: list[Case]) -> None:
-    of_ranks = run_ranks(_count_sent, world_size, cases, timeout_s=100)
+    of_ranks = run_ranks(_count_sent, world_size, cases, timeout_s=200)
     for index, case in enumerate(cases):
         config, mesh = config_of(case), Mesh(case.pp, case.dp, 1, case.tp)
         planned = dict(every_rank_kind(config, mesh))
