@@ -17,6 +17,10 @@ from hpc_train.record import Kind
 from tests.observe.traces import MS, FakeClock, arrows, open_recorder, read_strictly, write_clock, write_pipeline
 
 
+def _options(run_dir: Path, steps: str | None) -> argparse.Namespace:
+    return argparse.Namespace(run=str(run_dir), attempt=None, ranks=None, steps=steps, out=None, png=None, json=False)
+
+
 def _run(run_dir: Path, *options: str) -> int:
     return main(["trace", str(run_dir), *options])
 
@@ -201,13 +205,12 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         choose_ranks(find_trace(tmp_path), "0-1,5")
     with pytest.raises(DataError, match="no attempt 4"):
         find_trace(tmp_path, 4)
-    options = argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps="7-9", out=None, png=None, json=False)
     with pytest.raises(DataError, match="steps 7 to 9"):
-        trace_command(options)
+        trace_command(_options(tmp_path, steps="7-9"))
 
 
 def test_more_than_a_viewer_opens_is_refused_with_what_fits(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("hpc_train.observe.trace_command._MAX_ROWS", 40)
     write_pipeline(tmp_path, 4, 20)
     with pytest.raises(DataError, match=r"4 ranks x 20 steps .* some \d+ steps by --steps"):
-        trace_command(argparse.Namespace(run=str(tmp_path), attempt=None, ranks=None, steps=None, out=None, png=None, json=False))
+        trace_command(_options(tmp_path, steps=None))
