@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc_train.plan.batch_assemble import Laid, assemble
 from hpc_train.plan.batch_cost import MILLI, Integers, smallest_rings, tokens_per_rank
-from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, base_ticks
+from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks, base_ticks
 from hpc_train.plan.batch_table import BatchTable
 
 SPEED_CLASS_MILLI = 50
@@ -73,8 +73,30 @@ class BalancedPlanner(BatchPlanner):
         yield work.smallest
 
 
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """The ranks by position, in an order in which runs of neighbours are looked at, with what each holds and does."""
+
+    rank: Integers
+    capacity: Integers
+    speed: Integers
+
+
+def _rows(ranks: HdpRanks) -> list[_Row]:
+    """Ranks of one kind together, within a kind by place.
+
+    By what they hold first, since every ring has room there; and, where kinds differ in speed too, by that first.
+    """
+    rank = ranks.order
+    capacity, speed = -ranks.capacity_tokens[rank], -(ranks.speed_milli[rank] // SPEED_CLASS_MILLI)
+    orders = [np.lexsort((speed, capacity))]
+    if capacity.min() != capacity.max() and speed.min() != speed.max():
+        orders.append(np.lexsort((capacity, speed)))
+    return [_Row(rank[at], ranks.capacity_tokens[rank[at]], ranks.speed_milli[rank[at]]) for at in orders]
+
+
 class _Work:
-    """One step's sequences, the longest first, and the ranks by position."""
+    """One step's sequences, the longest first, and the ranks."""
 
     def __init__(self, problem: BatchProblem, num_stages: int) -> None:
         self.problem, self.num_stages = problem, num_stages
@@ -87,11 +109,8 @@ class _Work:
         self.largest = np.maximum(self.smallest, in_blocks)
         self.costs = np.array(problem.costs.numbers, np.int64)
         self.base = base_ticks(problem)[self.order]
-        ranks = problem.ranks
-        in_place = ranks.order
-        kind = ranks.speed_milli[in_place] // SPEED_CLASS_MILLI
-        self.rank = in_place[np.lexsort((np.arange(len(ranks)), -kind, -ranks.capacity_tokens[in_place]))]
-        self.capacity, self.speed = ranks.capacity_tokens[self.rank], ranks.speed_milli[self.rank]
+        self.rows = _rows(problem.ranks)
+        self.num_ranks, self.fastest = len(problem.ranks), int(problem.ranks.speed_milli.max())
         self.least = self._least()
 
     def _least(self) -> int:
@@ -100,23 +119,23 @@ class _Work:
 
         if not len(self.lengths):
             return 0
-        worth = int(self.speed.sum()) * MILLI // int(self.speed.max())
+        worth = int(self.problem.ranks.speed_milli.sum()) * MILLI // self.fastest
         return int(allot(self.costs, self.lengths, self.smallest, self.base, self.largest, worth, self.num_stages))
 
     def within(self, slack_milli: int) -> int:
         """The least time and some slack, in ticks as they pass."""
-        return -(-self.least * (MILLI + slack_milli) // int(self.speed.max()))
+        return -(-self.least * (MILLI + slack_milli) // self.fastest)
 
     def sizes_within(self, target: int) -> Integers:
         from hpc_train.plan.batch_kernels import sizes_within
 
-        on_fastest = target * int(self.speed.max()) // MILLI // self.num_stages
+        on_fastest = target * self.fastest // MILLI // self.num_stages
         found = sizes_within(self.costs, self.lengths, self.smallest, self.base, self.largest, on_fastest)
         return np.asarray(found, np.int64)
 
     def sizes_on_shelves(self, sizes: Integers) -> Iterator[Integers]:
         """Rings side by side in rows, grown until a row is full: the last row, then all rows of wide rings."""
-        num_ranks = len(self.rank)
+        num_ranks = self.num_ranks
         on_rings = np.flatnonzero(sizes > 1)
         before = np.cumsum(self.smallest[on_rings]) - self.smallest[on_rings]
         in_last_row = on_rings[before // num_ranks == before.max(initial=0) // num_ranks]
@@ -134,7 +153,7 @@ class _Work:
         middle = 2 * np.cumsum(width) - width
         shelf_of = middle * num_shelves // max(1, 2 * int(width.sum()))
         found = shelf_sizes(
-            self.costs, self.lengths[chosen], width, shelf_of, num_shelves, self.largest[chosen], len(self.rank)
+            self.costs, self.lengths[chosen], width, shelf_of, num_shelves, self.largest[chosen], self.num_ranks
         )
         if len(found) and found.all():
             on_shelves = sizes.copy()
@@ -143,26 +162,31 @@ class _Work:
 
     def lay(self, sizes: Integers) -> Laid:
         """Rings first, then the sequences that one rank has alone, which also go into the time before rings."""
+        found = [laid for laid in (self._lay(sizes, row) for row in self.rows) if laid is not None]
+        return min(found, key=lambda laid: laid.end)
+
+    def _lay(self, sizes: Integers, row: _Row) -> Laid | None:
+        """None where a ring finds no run of ranks that holds it, which cannot be where they go by capacity first."""
         from hpc_train.plan.batch_kernels import assign_alone, place_rings
 
-        is_ring = (sizes > 1) | (self.lengths > self.capacity[0])
-        lengths = self.lengths[is_ring]
-        ring_sizes, ticks, needs = self._choices(lengths, sizes[is_ring])
-        load, gap = np.zeros(len(self.rank), np.int64), np.zeros(int(ring_sizes.max(axis=1, initial=0).sum()), np.int64)
+        is_ring = (sizes > 1) | (self.lengths > self.problem.capacities[0])
+        ring_sizes, ticks, needs = self._choices(self.lengths[is_ring], sizes[is_ring])
+        load, gap = np.zeros(self.num_ranks, np.int64), np.zeros(int(ring_sizes.max(axis=1, initial=0).sum()), np.int64)
         first, chosen, start = place_rings(
-            ring_sizes, ticks, needs, -self.capacity, -self.speed, load, gap, self.num_stages
+            ring_sizes, ticks, needs, -row.capacity, -row.speed, load, gap, self.num_stages
         )
-        assert not len(first) or first.min() >= 0, "a ring that the problem's check let through fits somewhere"
+        if first.min(initial=0) < 0:
+            return None
         member = spread(first, chosen)
         gaps = np.argsort(-gap[: len(member)], kind="stable")[: np.count_nonzero(gap)]
-        kind = np.unique(np.stack([self.capacity, self.speed]), axis=1, return_inverse=True)[1].reshape(-1)
+        kind = np.unique(np.stack([row.capacity, row.speed]), axis=1, return_inverse=True)[1].reshape(-1)
         by_kind = np.lexsort((load, kind))
         first_of_kind = np.searchsorted(kind[by_kind], np.arange(int(kind.max()) + 2))
         ends = load[by_kind]
         idle, kinds = (gaps, -gap[gaps], member), (first_of_kind, by_kind, ends)
-        bins = assign_alone(self.lengths[~is_ring], self.base[~is_ring], self.capacity, self.speed, idle, kinds)
+        bins = assign_alone(self.lengths[~is_ring], self.base[~is_ring], row.capacity, row.speed, idle, kinds)
         return Laid(
-            rank=self.rank, rings=self.order[is_ring], sizes=chosen, start=start, members=member,
+            rank=row.rank, rings=self.order[is_ring], sizes=chosen, start=start, members=member,
             alone=self.order[~is_ring], bins=bins, end=int(ends.max()),
         )  # fmt: skip
 

@@ -32,6 +32,14 @@ PLANNERS: dict[str, BatchPlanner] = {
 }
 
 
+KNOWN_DIGESTS = {
+    "balanced": "a007226fa2df0e03",
+    "pp": "f085a914be4ddc35",
+    "smallest rings": "a007226fa2df0e03",
+    "naive": "871f43c584004d13",
+}
+
+
 def make_problem(lengths, ranks, costs=COSTS):
     return BatchProblem.make(5, lengths, ranks, costs, block_tokens=2)
 
@@ -130,6 +138,14 @@ def test_a_fresh_process_makes_the_same_plan():
     assert out == [planner.plan(example()).digest.hex() for planner in PLANNERS.values()]
 
 
+def test_the_plan_of_a_known_step_has_a_known_digest():
+    """Another digest on another machine would mean that nodes plan differently; a new one here is a changed plan."""
+    lengths = [number * number * 7919 % 3000 + 1 for number in range(300)] + [9000, 16 * 1024]
+    problem = BatchProblem.make(2, lengths, HdpRanks.make([1024, 2048] * 16, [1.0, 0.8] * 16), COSTS)
+    digests = {name: planner.plan(problem).digest.hex() for name, planner in PLANNERS.items()}
+    assert digests == KNOWN_DIGESTS
+
+
 def example() -> BatchProblem:
     """Sixteen ranks, one sequence that needs them all, some that need two to five, many short ones."""
     rng = np.random.default_rng(3)
@@ -182,6 +198,15 @@ def test_slow_ranks_get_less_and_rings_leave_them_out():
     (ring,) = [pack for pack in range(table.num_packs) if table.sizes[pack] > 1]
     assert not slow[table.ranks[table.first_rank[ring] : table.first_rank[ring + 1]]].any()
     assert model_times(table, problem.ranks, COSTS).makespan <= 1.05 * lower_bound(problem).ticks
+
+
+def test_a_ring_leaves_slow_ranks_out_though_they_hold_more():
+    ranks = HdpRanks.make([2048] * 8 + [1024] * 24, [0.5] * 4 + [1.0] * 28)
+    problem = BatchProblem.make(0, [20 * 1024] + [700] * 400, ranks, COSTS)
+    table = BalancedPlanner().plan(problem)
+    check(table, problem)
+    (ring,) = np.flatnonzero(table.sizes > 1)
+    assert (ranks.speed_milli[table.ranks[table.first_rank[ring] : table.first_rank[ring + 1]]] == 1000).all()
 
 
 def test_a_rank_that_holds_more_takes_what_others_cannot():
