@@ -62,9 +62,28 @@ def place(
         exclude: Nodes that get no ranks.
 
     Raises:
-        ConfigError: tp groups do not fit into the nodes, the fabric has not a node, no link of a node works, or an
-            order that is none.
+        ConfigError: tp groups do not fit into the nodes, the fabric has not a node, no link of a node or no link up
+            from a leaf or pod works that has to, or an order that is none.
     """
+    placement = _placed(mesh, allocation, fabric, traffic, order, exclude)
+    if fabric is not None and 0 in (*fabric.leaf_uplinks.values(), *fabric.pod_uplinks.values()):
+        for uplink in route(placement, fabric, traffic).uplinks(fabric):
+            if uplink.num_links == 0:
+                raise ConfigError(
+                    f"no link leads up from {uplink.name}, as {fabric.source} says, but {uplink.num_bytes} bytes a "
+                    "step would have to climb there. Leave its nodes out by fabric.exclude, or correct its uplinks"
+                )
+    return placement
+
+
+def _placed(
+    mesh: Mesh,
+    allocation: Allocation,
+    fabric: Fabric | None,
+    traffic: Sequence[AxisTraffic],
+    order: str,
+    exclude: Collection[str],
+) -> Placement:
     axes = _axes_of_order(order, mesh)
     if order == SLURM_ORDER or fabric is None:
         by_slurm = slurm_placement(mesh, allocation, exclude)

@@ -51,7 +51,7 @@ class Uplink:
     @property
     def seconds(self) -> float | None:
         """How long the busier direction takes with all links evenly used; None where links or speed are not known."""
-        if self.num_links is None or self.link_bytes_per_s is None:
+        if not self.num_links or self.link_bytes_per_s is None:
             return None
         return self.num_bytes / (self.num_links * self.link_bytes_per_s)
 

@@ -112,3 +112,14 @@ def test_number_and_list_of_nodes_exclude_each_other(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         plan(capsys, "-N", "2", "--nodelist", "n1", "--fabric", CLOS)
     assert ended.value.code == 2
+
+
+def test_a_leaf_without_a_link_upwards_is_refused_only_where_something_has_to_climb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    leaves = '{l0: {nodes: "a[1-2]", uplinks: 0}, l1: {nodes: "b[1-2]"}}'
+    text = f"version: 1\nnum_gpus: 8\nlink_bytes_per_s: {{spine: 1000}}\npods: {{p: {{leaves: {leaves}}}}}\n"
+    Path("fabric.yaml").write_text(text)
+    assert plan(capsys, "--nodelist", "a[1-2]", "--fabric", "fabric.yaml")[0] == 0
+    code, _, err = plan(capsys, "--nodelist", "a[1-2],b[1-2]", "--fabric", "fabric.yaml")
+    assert code == 2 and "no link leads up from l0 rail 0, as fabric.yaml says" in err
