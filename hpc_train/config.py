@@ -176,7 +176,10 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What is read, in which proportion, and how documents become sequences."""
+    """What is read, in which proportion, and how documents become sequences.
+
+    reader: the node agent, once for all ranks of a node; each rank for itself; or auto, the agent where there is one.
+    """
 
     seq_len: Positive
     train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
@@ -184,6 +187,7 @@ class DataConfig(Section):
     heldout_fraction: Fraction = 0.0
     long_documents: Literal["split", "truncate", "drop"] = "split"
     allow_changed_blend: bool = False
+    reader: Literal["auto", "agent", "rank"] = "auto"
 
     @model_validator(mode="after")
     def _one_heldout(self) -> DataConfig:

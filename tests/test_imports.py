@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "comm": ["config", "cluster", "plan", "record"],
     "models": ["config"],
     "parallel": ["config", "plan", "comm", "models", "record"],
-    "data": ["config", "plan", "comm", "record"],
+    "data": ["config", "cluster", "plan", "comm", "record"],
     "checkpoint": ["config", "cluster", "plan", "comm", "record"],
     "train": _BELOW_TRAIN,
     # Data only: recipes are YAML, _share is where slurm/ and env/ go when installed.
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "_share": [],
 }
 # These start everything else, and import it when called.
-FREE = ["__init__", "__main__", "cli"]
+FREE = ["__init__", "__main__", "cli", "node_agent"]
 
 TORCH_FREE_PARTS = [
     "errors",
@@ -54,7 +54,8 @@ TORCH_FREE_PARTS = [
     "recipes",
 ]
 TORCH_FREE_MODULES = [
-    *(f"hpc_train.data.{name}" for name in ("build", "index", "tokenizer")),
+    "hpc_train.node_agent",
+    *(f"hpc_train.data.{name}" for name in ("build", "index", "tokenizer", "node_reader", "node_steps")),
     *(f"hpc_train.checkpoint.{name}" for name in ("command", "find", "hf_config", "hf_names", "verify")),
 ]
 NOT_ON_A_LOGIN_NODE = ["torch", "mpi4py", "cupy"]

@@ -1,50 +1,143 @@
-"""Where the node agent of this run listens, and a client for its small messages.
+"""Where the node agent of this run listens, and how to speak with it.
 
 The address is an abstract Unix socket: it has no file, ends with its process, and every node has its own.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import socket
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+from hpc_train.cluster.agent_wire import Inbox, WireError, parse_line, peer_of, send_message
+from hpc_train.errors import LaunchError
 
 JOB_KEY_VARIABLE = "HPC_TRAIN_JOB_KEY"
 """Set by the driver for the agents and the ranks that it starts."""
 
 
-def make_job_key(job_id: str | None, restarts: int, pid: int) -> str:
-    """A key that no other start on these nodes has: the job and its restart, and the driver's process."""
-    return f"{job_id}.{restarts}.{pid}" if job_id else f"local.{pid}"
+class AgentGone(LaunchError):
+    """No agent answers, or not any more."""
+
+
+def make_job_key(job_id: str | None, restarts: int, pid: int, secret: str = "") -> str:
+    """A key that no other start on these nodes has: the job and its restart, the driver's process, and a random word.
+
+    Under the word nobody else can wait at the agent's address before it is there.
+    """
+    key = f"{job_id}.{restarts}.{pid}" if job_id else f"local.{pid}"
+    return f"{key}.{secret}" if secret else key
 
 
 def read_job_key(env: Mapping[str, str]) -> str | None:
     return env.get(JOB_KEY_VARIABLE)
 
 
-def agent_socket_name(job_key: str, uid: int) -> str:
-    """The abstract address (it begins with a zero byte) of the agent of a start of a run."""
-    name = f"\0hpc_train.{uid}.{job_key}"
+def this_node(env: Mapping[str, str]) -> str:
+    """What the plan calls this node: Slurm's name for it, else its host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def agent_socket_name(job_key: str, node: str, uid: int) -> str:
+    """The abstract address (it begins with a zero byte) of a node's agent of a start of a run.
+
+    Nodes have addresses of their own each, but several that are one machine share them, so the node is in the name.
+    """
+    name = f"\0hpc_train.{uid}.{job_key}.{node}"
     # cited: unix(7), sun_path holds 108 bytes.
     if len(name.encode()) > 108:
-        raise ValueError(f"the job key {job_key!r} is too long for a socket address")
+        raise ValueError(f"the job key {job_key!r} and the node {node!r} are too long for a socket address")
     return name
 
 
-def ask_agent(job_key: str, uid: int, message: Mapping[str, Any], *, timeout_s: float = 2.0) -> dict[str, Any] | None:
-    """Send one message to the agent of this node and return its answer; None if no agent answers.
+@final
+class AgentConnection:
+    """A conversation with this node's agent: a request, then its answer, each with descriptors where it has some."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Use `open`."""
+        self._connection = connection
+        self._inbox = Inbox(connection)
+        self._in_use = threading.Lock()
+
+    @classmethod
+    def open(cls, job_key: str, node: str, *, timeout_s: float = 2.0) -> AgentConnection:
+        """Connect; timeout_s also bounds a request that sets no time of its own.
+
+        Raises:
+            AgentGone: nobody listens there, or somebody else does.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(agent_socket_name(job_key, node, os.getuid()))
+            pid, uid = peer_of(connection)
+        except (OSError, ValueError) as problem:
+            connection.close()
+            raise AgentGone(f"no node agent answers on {node}: {problem}") from problem
+        if uid != os.getuid():
+            connection.close()
+            raise AgentGone(f"at the address of the agent of {node} is process {pid} of user {uid}, which is not ours")
+        return cls(connection)
+
+    def ask(
+        self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send a request and wait for its answer and the descriptors that come with it, which are the caller's.
+
+        timeout_s: 0: without limit. None: as given to `open`. After a time-out the conversation is of no use any more.
+
+        Raises:
+            AgentGone: the agent has ended, does not answer in time, or answers what cannot be understood.
+        """
+        with self._in_use:
+            return self._ask(message, descriptors, timeout_s)
+
+    def _ask(
+        self, message: Mapping[str, Any], descriptors: Sequence[int], timeout_s: float | None
+    ) -> tuple[dict[str, Any], list[int]]:
+        try:
+            if timeout_s is not None:
+                self._connection.settimeout(timeout_s or None)
+            send_message(self._connection, message, descriptors)
+            while (line := self._inbox.next_line()) is None:
+                if not self._inbox.receive():
+                    raise AgentGone("the node agent has ended")
+            answer = parse_line(line)
+            return answer, self._inbox.take_descriptors(answer)
+        except TimeoutError as problem:
+            raise AgentGone(f"the node agent did not answer {message.get('say')!r} in time") from problem
+        except (OSError, WireError) as problem:
+            raise AgentGone(f"the node agent is gone: {problem}") from problem
+
+    def close(self) -> None:
+        """End the conversation. Safe to call twice, and while another thread is in `ask`, which then raises."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with self._in_use:
+            self._connection.close()
+            self._inbox.close()
+
+
+def ask_agent(job_key: str, node: str, message: Mapping[str, Any], *, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    """Send one message to the agent of a node and return its answer; None if no agent answers.
 
     Messages: `{"say": "hello", "rank": 3}` announces the calling process as a rank (the agent takes the process
     id from the kernel), `{"say": "status"}` asks what it knows, `{"say": "stop"}` ends it.
     """
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout_s)
-            connection.connect(agent_socket_name(job_key, uid))
-            connection.sendall(json.dumps(message).encode() + b"\n")
-            with connection.makefile("rb") as answers:
-                answer = json.loads(answers.readline() or b"null")
-    except (OSError, ValueError):
+        connection = AgentConnection.open(job_key, node, timeout_s=timeout_s)
+    except AgentGone:
         return None
-    return answer if isinstance(answer, dict) else None
+    try:
+        answer, descriptors = connection.ask(message)
+    except AgentGone:
+        return None
+    finally:
+        connection.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return answer

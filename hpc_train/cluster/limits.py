@@ -107,6 +107,15 @@ def require_writable(path: Path, what: str, error: type[HpcTrainError], *, num_b
         ) from problem
 
 
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory of this node that can be had without swapping; None where it does not tell."""
+    try:
+        found = re.search(r"^MemAvailable:\s+([0-9]+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def _existing_parent(path: Path) -> Path:
     path = path.absolute()
     while not path.exists() and path != path.parent:

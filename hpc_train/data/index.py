@@ -108,7 +108,7 @@ class TokenFile:
             index = _map_file(index_path(prefix))
             return cls(str(prefix), index, os.stat(bin_path(prefix)).st_size)
 
-        return _retry_stale(attempt, prefix, sleep)
+        return retry_stale(attempt, prefix, sleep)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (TokenFile.open, (self.prefix,))
@@ -224,19 +224,35 @@ class TokenFile:
 
     def read_document(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """Give tokens of a document, as `read` does of a sequence."""
+        first, total = self._find_document(document)
+        return self._slice(first, total, start, length)
+
+    def document_range(self, document: int, start: int, length: int) -> tuple[int, int]:
+        """Where tokens of a document are in PREFIX.bin: the first byte, and how many bytes."""
+        first, total = self._find_document(document)
+        if start < 0 or length < 0 or start + length > total:
+            raise IndexError(f"tokens [{start}, {start + length}) of a document of {total} tokens of {self.prefix}")
+        return first + start * self.dtype.itemsize, length * self.dtype.itemsize
+
+    def _find_document(self, document: int) -> tuple[int, int]:
+        """Byte offset and number of tokens."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.prefix}, which has {self.num_documents}")
         total = int(self.document_lengths[document])
         sequence = document if self._bounds is None else int(self._bounds[document])
         if total == 0:
             sequence = 0
-        return self._slice(int(self.pointers[sequence]) if self.num_sequences else 0, total, start, length)
+        return int(self.pointers[sequence]) if self.num_sequences else 0, total
 
     def blocks(self, num_tokens: int = 1 << 22) -> Iterator[NDArray[Any]]:
         """Walk over all tokens of the file, block by block, in order."""
         tokens = self._map_tokens()
         for first in range(0, len(tokens), num_tokens):
             yield tokens[first : first + num_tokens]
+
+    def unmap(self) -> None:
+        """Let go of the mapped tokens; arrays that were given keep them as long as they live."""
+        self._tokens = None
 
     def _slice(self, pointer: int, total: int, start: int, length: int | None) -> NDArray[Any]:
         length = total - start if length is None else length
@@ -251,7 +267,7 @@ class TokenFile:
 
     def _map_tokens(self) -> NDArray[Any]:
         if self._tokens is None or self._tokens_pid != os.getpid():
-            buffer = _retry_stale(lambda: _map_file(bin_path(self.prefix)), self.prefix, time.sleep)
+            buffer = retry_stale(lambda: _map_file(bin_path(self.prefix)), self.prefix, time.sleep)
             if len(buffer) != self._bin_bytes:
                 raise DataError(
                     f"{bin_path(self.prefix)} had {self._bin_bytes} bytes when it was checked and has "
@@ -264,17 +280,22 @@ class TokenFile:
 
 def _map_file(path: Path) -> memoryview | bytes:
     """Map a whole file for reading; an empty file, which cannot be mapped, gives empty bytes."""
-    with _open_for_reading(path) as stream:
+    with open_for_reading(path) as stream:
         if os.fstat(stream.fileno()).st_size == 0:
             return b""
         return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _open_for_reading(path: Path) -> BinaryIO:
+def open_for_reading(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
-def _retry_stale(attempt: Callable[[], T], prefix: str | Path, sleep: Callable[[float], None]) -> T:
+def retry_stale(attempt: Callable[[], T], prefix: str | Path, sleep: Callable[[float], None]) -> T:
+    """Try to open a file of a dataset again by its path while another node replaces it.
+
+    Raises:
+        DataError: it is missing, cannot be read, or stays stale.
+    """
     for tries_left in reversed(range(_STALE_TRIES)):
         try:
             return attempt()

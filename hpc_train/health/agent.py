@@ -1,34 +1,38 @@
 """The node agent: one process a node beside the ranks, in a step of its own, so that it outlives them.
 
-So far it knows the ranks of its node and says when one of their processes is gone. It serves JSON lines on
-an abstract Unix socket and ends on INT, when told to stop, when its standard input ends, which the driver
-holds open, and when whoever started it is gone.
+It knows the ranks of its node and says when one of their processes is gone, and it does what services that it is given
+do: it reads the data of its node's ranks. It speaks on an abstract Unix socket and ends on INT, when told to stop, when
+its standard input ends, which the driver holds open, and when whoever started it is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
-import json
 import os
-import selectors
+import queue
 import signal
-import socket
 import stat
-import struct
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from hpc_train.cluster.agent_address import agent_socket_name
+from hpc_train.cluster.agent_address import agent_socket_name, this_node
+from hpc_train.cluster.agent_service import Peer, Service
+from hpc_train.cluster.environment import process_env
+from hpc_train.health.agent_server import AgentServer
 from hpc_train.log import timestamp
 
 _PR_SET_PDEATHSIG = 1
-_MAX_LINE_BYTES = 65536
+_LAST_LINES_S = 2.0
+"""How long the end waits for the log; assumed: less than the driver's patience with agents, which is 3 s."""
 
 
 @dataclass
@@ -41,147 +45,141 @@ class WatchedRank:
     gone: str | None = None
 
 
+class _Own(Service):
+    """A service of the agent itself, which knows its clients by their process only."""
+
+    def gone(self, peer: Peer) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class _Hello(_Own):
+    """`{"say": "hello", "rank": 3}`: the calling process is that rank, and is watched until it is gone."""
+
+    name = "hello"
+
+    def __init__(self, server: AgentServer, node: str, log: Callable[[str], None]) -> None:
+        self._server, self._node, self._log = server, node, log
+        self.ranks: dict[int, WatchedRank] = {}
+
+    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
+        rank = message.get("rank")
+        if not isinstance(rank, int):
+            raise ValueError("hello needs a rank")
+        try:
+            descriptor = os.pidfd_open(peer.pid)
+        except OSError as problem:
+            raise ValueError(f"process {peer.pid} cannot be watched: {problem.strerror}") from problem
+        watched = self.ranks[rank] = WatchedRank(rank, peer.pid, timestamp())
+        self._server.watch(descriptor, partial(self._gone, descriptor, watched))
+        self._log(f"rank {rank} is process {peer.pid}")
+        return {"ok": True, "node": self._node, "agent_pid": os.getpid()}
+
+    def _gone(self, descriptor: int, watched: WatchedRank) -> None:
+        self._server.forget(descriptor)
+        os.close(descriptor)
+        watched.gone = timestamp()
+        self._log(f"rank {watched.rank}, process {watched.pid}, is gone")
+
+
+@final
+class _Status(_Own):
+    """`{"say": "status"}`: what the agent knows."""
+
+    name = "status"
+
+    def __init__(self, node: str, hello: _Hello) -> None:
+        self._node, self._hello = node, hello
+        self._started = time.monotonic()
+
+    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
+        return {
+            "node": self._node,
+            "agent_pid": os.getpid(),
+            "up_s": round(time.monotonic() - self._started, 3),
+            "ranks": [vars(watched) for _, watched in sorted(self._hello.ranks.items())],
+        }
+
+
+@final
+class _Stop(_Own):
+    """`{"say": "stop"}`."""
+
+    name = "stop"
+
+    def __init__(self, stop: Callable[[str], None]) -> None:
+        self._stop = stop
+
+    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
+        self._stop("told to stop")
+        return {"ok": True}
+
+
+@final
 class Agent:
     """Serves one node until it is stopped. `log` gets a line for each thing worth knowing."""
 
     def __init__(self, job_key: str, node: str, log: Callable[[str], None]) -> None:
-        self._node = node
-        self._log = log
-        self._ranks: dict[int, WatchedRank] = {}
-        self._selector = selectors.DefaultSelector()
-        self._running = True
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(agent_socket_name(job_key, os.getuid()))
-        self._listener.listen(256)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._started = time.monotonic()
+        """Raises OSError where the node has an agent of this start already."""
+        self._node, self._log = node, log
+        self.server = AgentServer(agent_socket_name(job_key, node, os.getuid()), log)
+        hello = _Hello(self.server, node, log)
+        for service in (hello, _Status(node, hello), _Stop(self.stop)):
+            self.server.register(service)
 
     def end_with_input(self, descriptor: int = 0) -> None:
         """Stop when this file ends: the other end is the driver's."""
 
         def look() -> None:
             if not os.read(descriptor, 4096):
-                self._selector.unregister(descriptor)
+                self.server.forget(descriptor)
                 self.stop("the driver has ended")
 
         # A terminal or /dev/null is no driver's end of a pipe, and the second cannot be waited for.
         if stat.S_ISFIFO(mode := os.fstat(descriptor).st_mode) or stat.S_ISSOCK(mode):
-            self._selector.register(descriptor, selectors.EVENT_READ, look)
+            self.server.watch(descriptor, look)
 
     def serve(self, parent_is_alive: Callable[[], bool]) -> None:
         """Answer until stopped, or until `parent_is_alive` says no (asked every second)."""
         self._log(f"agent of {self._node} is ready, process {os.getpid()}")
-        while self._running:
-            for key, _ in self._selector.select(timeout=1.0):
-                key.data()
-            if not parent_is_alive():
-                self._log("whoever started this agent is gone: ending")
-                break
-        self._selector.close()
-        self._listener.close()
+        self.server.serve(parent_is_alive)
 
     def stop(self, reason: str) -> None:
         self._log(f"agent of {self._node} ends: {reason}")
-        self._running = False
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.getuid():
-            self._log(f"refused process {pid} of user {uid}: this agent serves user {os.getuid()}")
-            connection.close()
-            return
-        connection.setblocking(False)
-        buffer = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, connection, pid, buffer))
-
-    def _read(self, connection: socket.socket, pid: int, buffer: bytearray) -> None:
-        try:
-            data = connection.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        buffer += data
-        while b"\n" in buffer:
-            line, _, rest = bytes(buffer).partition(b"\n")
-            buffer[:] = rest
-            self._reply(connection, self._answer(line, pid))
-        if not data or len(buffer) > _MAX_LINE_BYTES:
-            self._selector.unregister(connection)
-            connection.close()
-
-    def _reply(self, connection: socket.socket, answer: dict[str, Any]) -> None:
-        try:
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-        except OSError as problem:
-            self._log(f"an answer could not be sent: {problem}")
-
-    def _answer(self, line: bytes, pid: int) -> dict[str, Any]:
-        try:
-            message = json.loads(line)
-            kind = message["say"]
-        except (ValueError, TypeError, KeyError):
-            return {"error": "a message is a JSON object with the key 'say'"}
-        if kind == "hello":
-            rank = message.get("rank")
-            if not isinstance(rank, int):
-                return {"error": "hello needs a rank"}
-            return self._watch(rank, pid)
-        if kind == "status":
-            return self._status()
-        if kind == "stop":
-            self.stop("told to stop")
-            return {"ok": True}
-        return {"error": f"unknown message {kind!r}; known are hello, status and stop"}
-
-    def _watch(self, rank: int, pid: int) -> dict[str, Any]:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError as problem:
-            return {"error": f"process {pid} cannot be watched: {problem.strerror}"}
-        watched = self._ranks[rank] = WatchedRank(rank, pid, timestamp())
-        self._selector.register(descriptor, selectors.EVENT_READ, partial(self._gone, descriptor, watched))
-        self._log(f"rank {rank} is process {pid}")
-        return {"ok": True, "node": self._node, "agent_pid": os.getpid()}
-
-    def _gone(self, descriptor: int, watched: WatchedRank) -> None:
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        watched.gone = timestamp()
-        self._log(f"rank {watched.rank}, process {watched.pid}, is gone")
-
-    def _status(self) -> dict[str, Any]:
-        return {
-            "node": self._node,
-            "agent_pid": os.getpid(),
-            "up_s": round(time.monotonic() - self._started, 3),
-            "ranks": [vars(watched) for _, watched in sorted(self._ranks.items())],
-        }
+        self.server.stop()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent of this node; the driver starts it."""
-    parser = argparse.ArgumentParser(prog="hpc_train.health.agent", allow_abbrev=False)
+def run_agent(make_services: Callable[[Callable[[str], None]], Sequence[Service]], arguments: Sequence[str]) -> int:
+    """Be the agent of this node, with these services, until the end; returns its exit code.
+
+    make_services: Is given the log.
+    """
+    parser = argparse.ArgumentParser(prog="hpc_train.node_agent", allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--job-key", required=True)
-    parser.add_argument("--node", default=socket.gethostname().partition(".")[0])
+    parser.add_argument("--node", default=this_node(process_env()))
     options = parser.parse_args(arguments)
     parent = os.getppid()
     _end_with_parent()
     if os.getppid() != parent:
         return 0
-    log = _open_log(options.run_dir / "logs" / f"agent-{options.node}.log", options.node)
-    try:
-        agent = Agent(options.job_key, options.node, log)
-    except OSError as problem:
-        log(f"no agent here: {problem}")
-        print(f"node agent on {options.node}: {problem}", file=sys.stderr)
-        return 3
+    with contextlib.closing(_Log(options.run_dir / "logs" / f"agent-{options.node}.log", options.node)) as log:
+        try:
+            agent = Agent(options.job_key, options.node, log.say)
+        except OSError as problem:
+            log.say(f"no agent here: {problem}")
+            print(f"node agent on {options.node}: {problem}", file=sys.stderr)
+            return 3
+        _serve(agent, make_services(log.say), log.say, parent)
+    return 0
+
+
+def _serve(agent: Agent, services: Sequence[Service], log: Callable[[str], None], parent: int) -> None:
+    for service in services:
+        agent.server.register(service)
     # Slurm's signals come to every step of a job. Those that ask ranks to save and end must not end what the ranks
     # need for it; the end of the driver, seen by its pipe and as the parent, ends the agent.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGWINCH, signal.SIGHUP):
@@ -189,22 +187,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, lambda number, frame: agent.stop(signal.Signals(number).name))
     agent.end_with_input()
     agent.serve(lambda: os.getppid() == parent)
-    return 0
 
 
-def _open_log(path: Path, node: str) -> Callable[[str], None]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+@final
+class _Log:
+    """The agent's log. A thread writes it: a file system that hangs must not hold up whoever asks the agent."""
 
-    def log(text: str) -> None:
-        os.write(descriptor, f"{timestamp()} {node} agent | {text}\n".encode())
+    def __init__(self, path: Path, node: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._node = node
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
 
-    return log
+    def say(self, text: str) -> None:
+        """From any thread, and from signal handlers."""
+        self._lines.put(f"{timestamp()} {self._node} agent | {text}\n".encode())
+
+    def close(self) -> None:
+        """Wait a little until all is written."""
+        self._lines.put(None)
+        self._thread.join(timeout=_LAST_LINES_S)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError):  # a full disk must not end what the ranks need
+                os.write(self._descriptor, line)
 
 
 def _end_with_parent() -> None:
     """Get INT from the kernel when the parent (slurmstepd, or the driver on a laptop) ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -89,7 +89,7 @@ def collect(run_dir: Path, node: str, job_key: str | None, *, timeout_s: float =
         job_key: That of the node's agent; None if it is not known.
         timeout_s: How long a rank may take to answer.
     """
-    known = _agent_ranks(job_key)
+    known = _agent_ranks(job_key, node)
     files = find_stack_files(run_dir, node)
     rank_of = {entry["pid"]: entry["rank"] for entry in known if entry["gone"] is None}
     found = []
@@ -134,8 +134,8 @@ def _exec_programs(run_dir: Path, node: str) -> dict[int, int]:
     return {rank: pid for pid, rank in ranks.items() if ranks.get(int(status_field(pid, "PPid") or 0)) != rank}
 
 
-def _agent_ranks(job_key: str | None) -> list[dict[str, Any]]:
-    answer = ask_agent(job_key, os.getuid(), {"say": "status"}) if job_key else None
+def _agent_ranks(job_key: str | None, node: str) -> list[dict[str, Any]]:
+    answer = ask_agent(job_key, node, {"say": "status"}) if job_key else None
     return list(answer.get("ranks", [])) if answer else []
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hpc_train.cluster.agent_address import make_job_key
 from hpc_train.cluster.environment import process_env, scrubbed_for_submission
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import ConfigError, LaunchError
@@ -54,7 +53,7 @@ def collect_run(run: Run, env: Mapping[str, str], *, timeout_s: float) -> tuple[
     owner = run.owner
     if owner is None or run.driver_is_live() is False:
         raise ConfigError(f"{run.folder} is not running, so that there are no stacks to look at")
-    job_key = make_job_key(owner.job_id, owner.job_restarts, owner.pid)
+    job_key = owner.job_key
     if owner.job_id is None:
         if owner.host != socket.gethostname():
             raise LaunchError(f"{run.folder} runs on {owner.host}; type this command there ({owner.describe()})")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train import log
-from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE, make_job_key
+from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE
 from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local, job_without
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import (
@@ -301,11 +301,10 @@ def rank_environment(
 
 def run_variables(claim: run_folder.Claim, attempt: int) -> dict[str, str]:
     """How ranks and agents find the run that they belong to."""
-    owner = claim.owner
     return {
         run_folder.RUN_DIR_VARIABLE: str(claim.run_dir),
         run_folder.ATTEMPT_VARIABLE: str(attempt),
-        JOB_KEY_VARIABLE: make_job_key(owner.job_id, owner.job_restarts, owner.pid),
+        JOB_KEY_VARIABLE: claim.owner.job_key,
     }
 
 

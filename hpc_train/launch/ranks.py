@@ -181,8 +181,8 @@ def _launcher_argv(start: RanksToStart) -> list[str]:
 
 
 def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
-    """Agents come after the ranks, which never wait for them; without one a run is poorer, not broken."""
-    command = [start.agent_python, "-m", "hpc_train.health.agent", "--run-dir", str(start.run_dir)]
+    """Agents come after the ranks, whose own start takes longer; where there is none, ranks read data by themselves."""
+    command = [start.agent_python, "-m", "hpc_train.node_agent", "--run-dir", str(start.run_dir)]
     command += ["--job-key", start.env[JOB_KEY_VARIABLE]]
     nodes = start.allocation.nodes
     if isinstance(start.launcher, MpirunLauncher):

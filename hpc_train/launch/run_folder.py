@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.agent_address import make_job_key
 from hpc_train.errors import ConfigError
 from hpc_train.launch.file_errors import reason, room_needed
 from hpc_train.log import FAILURE_FILE, timestamp
@@ -38,7 +40,10 @@ _CLAIM_TRIES = 100
 
 @dataclass(frozen=True)
 class Owner:
-    """A driver: its process and, under Slurm, its job (`123`, `120_3` of an array) and the job's restarts."""
+    """A driver: its process and, under Slurm, its job (`123`, `120_3` of an array) and the job's restarts.
+
+    secret: a random word in the address of its node agents.
+    """
 
     host: str
     pid: int
@@ -46,6 +51,12 @@ class Owner:
     job_id: str | None
     job_restarts: int
     started: str
+    secret: str = ""
+
+    @property
+    def job_key(self) -> str:
+        """What ranks and agents of this start meet by."""
+        return make_job_key(self.job_id, self.job_restarts, self.pid, self.secret)
 
     def describe(self) -> str:
         job = f"Slurm job {self.job_id}, " if self.job_id else ""
@@ -78,7 +89,8 @@ class Claim:
 
 def this_process(host: str, job_id: str | None = None, job_restarts: int = 0) -> Owner:
     """The calling process as an owner."""
-    return Owner(host, os.getpid(), start_ticks(os.getpid()) or 0, job_id, job_restarts, timestamp())
+    ticks = start_ticks(os.getpid()) or 0
+    return Owner(host, os.getpid(), ticks, job_id, job_restarts, timestamp(), secrets.token_hex(8))
 
 
 def start_ticks(pid: int) -> int | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from hpc_train.cluster.agent_address import read_job_key, this_node
+from hpc_train.cluster.environment import process_env
 from hpc_train.comm.groups import Groups, build_groups
 from hpc_train.comm.world import World
 from hpc_train.config import Config
-from hpc_train.data.loader import Loader
+from hpc_train.data.agent_batches import AgentAddress, ReadingPlace
+from hpc_train.data.feed import Feed, open_feed
 from hpc_train.errors import HpcTrainError
 from hpc_train.log import say
 from hpc_train.models.transformer import Transformer
@@ -42,14 +46,14 @@ def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World, recorder:
     Raises:
         ConfigError, DataError: on every rank, before any collective of the training.
     """
-    loader = _open_data(config, mesh, world)
+    feed = _open_data(config, mesh, world)
     trainer = build_trainer(config, mesh, world, recorder=recorder)
     peak, origin = world_peak_flops(world, _DTYPES[config.train.precision], config.train.peak_flops_per_rank)
     if world.rank == 0:
         count = num_parameters(config.model, config.data.seq_len)
         say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}")
         say(f"peak of all ranks for MFU: {peak / 1e9:.1f} GFLOP/s ({origin})")
-    return Run(config, world, run_dir, trainer, loader, _open_metrics(run_dir, config, world), peak, recorder)
+    return Run(config, world, run_dir, trainer, feed, _open_metrics(run_dir, config, world), peak, recorder)
 
 
 def build_trainer(
@@ -116,15 +120,32 @@ def _place(coords: Mapping[str, int], parts: Sequence[ModelPart], mesh: Mesh) ->
     return f"{axes}; {', '.join([f'layers {layers}', *(name for name, is_here in has.items() if is_here)])}"
 
 
-def _open_data(config: Config, mesh: Mesh, world: World) -> Loader:
-    loader, error = None, None
+def _open_data(config: Config, mesh: Mesh, world: World) -> Feed:
+    feed, error = None, None
+    coords = mesh.coords(world.rank)
+    session = world.control.broadcast(secrets.token_hex(4) if world.rank == 0 else None)
+    needs_tokens = coords["pp"] in (0, mesh.pp - 1)
+    place = ReadingPlace(mesh.dp, coords["dp"], needs_tokens, world.local_rank, world.local_world_size)
     try:
-        loader = Loader(config.data, config.train, vocab_size=config.model.vocab_size, dp=mesh.dp)
+        feed = open_feed(
+            config.data,
+            config.train,
+            vocab_size=config.model.vocab_size,
+            place=place,
+            agent=_agent_address(process_env(), session),
+            is_first=world.rank == 0,
+        )
     except HpcTrainError as problem:
         error = problem
     world.agree(error)
-    assert loader is not None
-    return loader
+    assert feed is not None
+    return feed
+
+
+def _agent_address(env: Mapping[str, str], session: str) -> AgentAddress | None:
+    """Where the driver, if there is one, has started this node's agent."""
+    job_key = read_job_key(env)
+    return None if job_key is None else AgentAddress(job_key, this_node(env), session)
 
 
 def _open_metrics(run_dir: Path, config: Config, world: World) -> Metrics | None:

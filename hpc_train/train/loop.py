@@ -14,7 +14,8 @@ from hpc_train.checkpoint.load import Loaded
 from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
 from hpc_train.comm.world import World
 from hpc_train.config import Config
-from hpc_train.data.loader import Batch, Loader, Step
+from hpc_train.data.feed import Feed
+from hpc_train.data.loader import Batch
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 from hpc_train.plan.cost import mfu
@@ -35,7 +36,7 @@ class Run:
     world: World
     run_dir: Path
     trainer: Trainer
-    loader: Loader
+    feed: Feed
     metrics: Metrics | None
     peak_flops: float
     recorder: Recorder = NOT_RECORDED
@@ -71,7 +72,7 @@ def train(run: Run) -> Stopped | None:
             run.step += 1
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
             with run.recorder.step(run.step):
-                batches = _micro_batches(run, run.loader.next_step(run.step))
+                batches = _micro_batches(run)
                 result = run.trainer.step(run.step, batches, lr, run.stop.wanted)
             stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
@@ -111,13 +112,12 @@ def _check_handlers(run: Run) -> None:
 
 def evaluate(run: Run) -> float:
     """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
-    steps = run.loader.heldout_steps()
-    return run.trainer.evaluate(_micro_batches(run, step) for step in steps)
+    return run.trainer.evaluate(run.feed.heldout())
 
 
-def _micro_batches(run: Run, step: Step) -> Iterator[Batch]:
-    """This rank's part of a step's plan: that of its place on the dp axis."""
-    return run.loader.micro_batches(step, run.trainer.groups.coords["dp"])
+def _micro_batches(run: Run) -> Iterator[Batch]:
+    """This rank's part of the plan of the step that has begun."""
+    return run.feed.micro_batches(run.step)
 
 
 def restore(run: Run, loaded: Loaded) -> None:
@@ -125,7 +125,7 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.step = loaded.step
     run.skipped_steps = int(loaded.values["skipped_steps"])
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
-    changes = run.loader.restore(loaded.values["loader"])
+    changes = run.feed.restore(loaded.values["loader"])
     run.trainer.publish_parameters()
     if run.world.rank == 0:
         say(f"resumed from {loaded.path} at step {loaded.step}")
@@ -152,7 +152,7 @@ def save(run: Run) -> bool:
         CheckpointError: it did not, unless checkpoint.on_error=continue.
     """
     begin = time.perf_counter()
-    values = plain_values(run.trainer, run.loader.state(), run.skipped_steps)
+    values = plain_values(run.trainer, run.feed.state(), run.skipped_steps)
     try:
         with run.recorder.segment("save", Kind.SAVE):
             path = save_checkpoint(

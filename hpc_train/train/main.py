@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpc_train import log
-from hpc_train.cluster.agent_address import ask_agent, read_job_key
+from hpc_train.cluster.agent_address import ask_agent, read_job_key, this_node
 from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
@@ -155,9 +155,10 @@ def _out_of_memory(error: BaseException) -> ConfigError | None:
 
 def _greet_agent(world: World) -> None:
     """Tell the node's agent which process is which rank; it notes when one is gone."""
-    job_key = read_job_key(process_env())
+    env = process_env()
+    job_key = read_job_key(env)
     if job_key is not None:
-        ask_agent(job_key, os.getuid(), {"say": "hello", "rank": world.rank})
+        ask_agent(job_key, this_node(env), {"say": "hello", "rank": world.rank})
 
 
 def _train(
@@ -196,6 +197,7 @@ def _train(
     try:
         stopped = loop.train(run)
     finally:
+        run.feed.close()
         run.recorder.close()
     if run.metrics is not None:
         run.metrics.close()

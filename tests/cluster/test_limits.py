@@ -91,3 +91,10 @@ def test_a_trial_file_finds_a_spent_quota(
 def test_a_trial_file_leaves_nothing(tmp_path: Path) -> None:
     require_writable(tmp_path, "the checkpoint", CheckpointError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_available_memory_is_what_the_kernel_tells(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       24 kB\nMemAvailable:    12 kB\n")
+    assert limits.available_memory_bytes(tmp_path / "meminfo") == 12 * 1024
+    assert limits.available_memory_bytes(tmp_path / "none") is None
+    assert (limits.available_memory_bytes() or 0) > 1 << 20

@@ -253,8 +253,8 @@ class StaleFiles:
 
     def __init__(self, monkeypatch, times: int) -> None:
         self.left, self.pauses = times, []
-        self._open = index._open_for_reading
-        monkeypatch.setattr(index, "_open_for_reading", self)
+        self._open = index.open_for_reading
+        monkeypatch.setattr(index, "open_for_reading", self)
 
     def __call__(self, path):
         if self.left:

@@ -10,10 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_train.config import DataConfig, SourceConfig, TrainConfig
-from hpc_train.data import loader as loader_module
+from hpc_train.data import datasets
 from hpc_train.data.build import BuildOptions, build
+from hpc_train.data.datasets import open_sources
 from hpc_train.data.index import TokenFileWriter
-from hpc_train.data.loader import IGNORED_LABEL, Loader, open_sources
+from hpc_train.data.loader import Loader
+from hpc_train.data.rows import IGNORED_LABEL
+from hpc_train.data.steps import Step
 from hpc_train.data.tokenizer import load_tokenizer
 from hpc_train.errors import CheckpointError, ConfigError, DataError
 from hpc_train.plan.batch import BatchPlan, MicroBatch, SequenceSlice
@@ -192,7 +195,7 @@ def test_a_sequence_may_be_cut_over_ranks_and_micro_batches(sixty):
         return MicroBatch((SequenceSlice(sequence, start, length),))
 
     plan = BatchPlan(0, ((part(0, 0, 3), part(1, 0, 8)), (part(0, 3, 5),)), 2)
-    step = loader_module.Step(plan, cut.next_step(0).rows)
+    step = Step(plan, cut.next_step(0).rows)
     first, second, third = batches_of(cut, step, dp=2)
     for at, name in enumerate(("tokens", "labels", "positions")):
         joined = getattr(first, name)[0].tolist() + getattr(third, name)[0].tolist()
@@ -309,7 +312,7 @@ def test_an_id_above_the_vocabulary_is_refused_before_training(built, tmp_path):
 
 
 def test_an_id_above_the_vocabulary_in_a_file_too_large_to_scan_is_found_when_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader_module, "_SCAN_LIMIT_BYTES", 0)
+    monkeypatch.setattr(datasets, "_SCAN_LIMIT_BYTES", 0)
     loader = load(write(tmp_path / "set", [[1, 2], [3, 999]]), size=1, vocab=500)
     with pytest.raises(DataError, match=r"document 1 of .*set has the token id 999, and model\.vocab_size=500"):
         rows_of(loader, loader.next_step(0))

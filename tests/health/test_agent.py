@@ -22,12 +22,12 @@ class RunningAgent:
         self.key = key
         self.log = folder / "logs" / "agent-n1.log"
         (folder / "logs").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "hpc_train.health.agent", "--run-dir", str(folder), "--job-key", key]
+        command = [sys.executable, "-m", "hpc_train.node_agent", "--run-dir", str(folder), "--job-key", key]
         self.process = subprocess.Popen([*command, "--node", "n1"], stdin=subprocess.PIPE)
         wait_until(lambda: self.ask({"say": "status"}) is not None)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        return ask_agent(self.key, os.getuid(), message)
+        return ask_agent(self.key, "n1", message)
 
     def end(self) -> None:
         self.process.kill()
@@ -54,7 +54,7 @@ def test_a_rank_that_says_hello_is_watched_until_its_process_is_gone(agent: Runn
     hello = f"""
 import os, sys
 from hpc_train.cluster.agent_address import ask_agent
-print(ask_agent({agent.key!r}, os.getuid(), {{"say": "hello", "rank": 3}}), flush=True)
+print(ask_agent({agent.key!r}, 'n1', {{"say": "hello", "rank": 3}}), flush=True)
 sys.stdin.read()
 """
     rank = subprocess.Popen([sys.executable, "-c", hello], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -83,7 +83,7 @@ def test_messages_that_are_not_understood_are_answered_and_do_no_harm(
 
 def test_noise_does_no_harm(agent: RunningAgent) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(agent_socket_name(agent.key, os.getuid()))
+        connection.connect(agent_socket_name(agent.key, "n1", os.getuid()))
         connection.sendall(b"not json\n\n\xff\n" + b"x" * 200_000)
     assert agent.ask({"say": "status"}) is not None
 
@@ -120,20 +120,20 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     key = make_job_key(None, 1, os.getpid())
     start = f"""
 import subprocess, sys
-command = [sys.executable, "-m", "hpc_train.health.agent", "--run-dir", {str(tmp_path)!r}, "--job-key", {key!r}]
+command = [sys.executable, "-m", "hpc_train.node_agent", "--run-dir", {str(tmp_path)!r}, "--job-key", {key!r}]
 child = subprocess.Popen(command + ["--node", "n1"], stdin=subprocess.DEVNULL)
 print(child.pid, flush=True)
 sys.stdin.read()
 """
     parent = subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: ask_agent(key, os.getuid(), {"say": "status"}) is not None)
+    wait_until(lambda: ask_agent(key, "n1", {"say": "status"}) is not None)
     parent.kill()
     parent.communicate()
-    wait_until(lambda: ask_agent(key, os.getuid(), {"say": "status"}) is None)
+    wait_until(lambda: ask_agent(key, "n1", {"say": "status"}) is None)
 
 
 def test_a_second_agent_of_the_same_start_is_refused(agent: RunningAgent, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpc_train.health.agent", "--run-dir", str(tmp_path), "--job-key", agent.key]
+    command = [sys.executable, "-m", "hpc_train.node_agent", "--run-dir", str(tmp_path), "--job-key", agent.key]
     second = subprocess.run([*command, "--node", "n1"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert second.returncode == 3
     assert "node agent on n1" in second.stderr
@@ -144,23 +144,28 @@ def test_other_users_are_refused(agent: RunningAgent) -> None:
     speak = f"""
 import os
 os.setuid(65534)
-from hpc_train.cluster.agent_address import ask_agent
-print(ask_agent({agent.key!r}, 0, {{"say": "stop"}}))
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(agent_address.agent_socket_name({agent.key!r}, "n1", 0))
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(b'{{"say": "stop"}}\\n')
+    with contextlib.suppress(ConnectionError):
+        print(connection.recv(100))
+print(agent_address.ask_agent({agent.key!r}, "n1", {{"say": "stop"}}))
 """
     # Read as root, since nobody may read a developer's folder.
-    speak = "from hpc_train.cluster import agent_address\n" + speak
+    speak = "import contextlib, socket\nfrom hpc_train.cluster import agent_address\n" + speak
     done = subprocess.run([sys.executable, "-c", speak], capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
+    assert done.stdout.splitlines()[-1] == "None"
     assert agent.ask({"say": "status"}) is not None
     assert "of user 65534: this agent serves user 0" in agent.log.read_text()
 
 
 def test_without_an_agent_there_is_no_answer_and_no_error() -> None:
-    assert ask_agent("local.0", os.getuid(), {"say": "status"}) is None
+    assert ask_agent("local.0", "n1", {"say": "status"}) is None
 
 
 def test_a_key_names_the_job_its_restart_and_the_driver() -> None:
     keys = {make_job_key("7", 0, 10), make_job_key("7", 1, 10), make_job_key("7", 0, 11), make_job_key(None, 0, 10)}
     assert len(keys) == 4
     with pytest.raises(ValueError, match="too long"):
-        agent_socket_name("x" * 120, 0)
+        agent_socket_name("x" * 120, "n1", 0)

@@ -120,7 +120,7 @@ def test_in_a_batch_script_run_plans_and_calls_srun(tmp_path: Path, slurm_fakes:
     assert done.returncode == 0, done.stderr
     calls = slurm_fakes.calls("srun")
     ranks = next(call for call in calls if "hpc_train" in call["argv"] and "run" in call["argv"])
-    agents = next(call for call in calls if "hpc_train.health.agent" in call["argv"])
+    agents = next(call for call in calls if "hpc_train.node_agent" in call["argv"])
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3"} <= set(ranks["argv"])
     assert f"--output={folder}/logs/%N.log" in ranks["argv"]
     assert ranks["env"]["HPC_TRAIN_RUN_DIR"] == str(folder)

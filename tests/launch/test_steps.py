@@ -38,7 +38,7 @@ def test_the_srun_lines_are_the_golden_ones() -> None:
     lines = [
         ranks_argv(even, command),
         ranks_argv(uneven, command),
-        agents_argv(("n01", "n02"), ["/opt/venv/bin/python", "-m", "hpc_train.health.agent"]),
+        agents_argv(("n01", "n02"), ["/opt/venv/bin/python", "-m", "hpc_train.node_agent"]),
     ]
     text = "".join("\n  ".join(line) + "\n" for line in lines)
     assert text == (GOLDEN / "srun_lines.txt").read_text()

@@ -161,11 +161,10 @@ def _fake_run(folder: Path, steps: int, saved: list[tuple[int, bool]], monkeypat
     monkeypatch.setattr(
         loop, "_collection_at_fixed_steps", contextlib.nullcontext
     )  # 0.3 s a run, which nobody asks for
-    monkeypatch.setattr(loop, "_micro_batches", lambda run, step: ())
     monkeypatch.setattr(loop, "_record", lambda run, result, lr, seconds: {})
     world = SimpleNamespace(control=SingleControl(), rank=0)
-    loader = SimpleNamespace(next_step=lambda step: None)
-    return Run(config, world, folder, trainer, loader, None, 1.0)  # type: ignore[arg-type]
+    feed = SimpleNamespace(micro_batches=lambda step: ())
+    return Run(config, world, folder, trainer, feed, None, 1.0)  # type: ignore[arg-type]
 
 
 def test_signals_at_random_moments_give_one_complete_save_each_at_a_step_border(

@@ -40,8 +40,8 @@ def _patch(loop):
     faults = {(rank, step): kind for kind, rank, step in planned if kind != "slow"}
     micro_batches = loop._micro_batches
 
-    def with_fault(run, step):
-        kind = faults.get((run.world.rank, run.step)) if not step.heldout else None
+    def with_fault(run):
+        kind = faults.get((run.world.rank, run.step))
         if kind == "fail":
             raise RuntimeError(f"planned fault on rank {run.world.rank} at step {run.step}")
         if kind == "kill":
@@ -50,9 +50,8 @@ def _patch(loop):
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "hang":
             _hang(run.run_dir / "go_on")
-        if not step.heldout:
-            time.sleep(slow_s)
-        return micro_batches(run, step)
+        time.sleep(slow_s)
+        return micro_batches(run)
 
     loop._micro_batches = with_fault
 

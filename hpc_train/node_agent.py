@@ -1,0 +1,20 @@
+"""`python -m hpc_train.node_agent`: the node agent with all its services; the driver starts one on each node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from hpc_train.cluster.agent_service import Service
+from hpc_train.health.agent import run_agent
+
+
+def services(log: Callable[[str], None]) -> Sequence[Service]:
+    """What the agent does beside watching its ranks. None of it imports torch, or anything before it is asked."""
+    from hpc_train.data.node_reader import DataService
+
+    return [DataService(log)]
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(services, sys.argv[1:]))
