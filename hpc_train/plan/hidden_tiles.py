@@ -57,10 +57,7 @@ def best_hidden_tiles(config: Config, mesh: Mesh, ratios: Sequence[float] = RATI
     """
     if mesh.tp == 1 or config.parallel.tp_tiles == 1:
         return ()
-    model, train = config.model, config.train
-    costs = model_costs(model, config.data.seq_len, train.micro_batch_size, train.recompute)
-    compute = Fraction(sum(costs.layers) + costs.head_and_loss, mesh.tp)
-    crossings = list(_crossings(config, mesh))
+    compute, crossings = _compute(config, mesh), list(_crossings(config, mesh))
     sent = sum(crossing.transfer for crossing in crossings)
     found = []
     for ratio in ratios:
@@ -73,6 +70,19 @@ def best_hidden_tiles(config: Config, mesh: Mesh, ratios: Sequence[float] = RATI
         )
         found.append((ratio, float(1 - exposed / (sent * scale))))
     return tuple(found)
+
+
+def beside_share(config: Config, mesh: Mesh) -> float:
+    """The part of a micro-batch's compute that tp's transfers can run beside: not attention, nor every weight's."""
+    beside = sum(crossing.product + crossing.behind for crossing in _crossings(config, mesh))
+    return float(beside / _compute(config, mesh))
+
+
+def _compute(config: Config, mesh: Mesh) -> Fraction:
+    """Floating-point operations of one micro-batch on a tp rank."""
+    train = config.train
+    costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
+    return Fraction(sum(costs.layers) + costs.head_and_loss, mesh.tp)
 
 
 def _crossings(config: Config, mesh: Mesh) -> Iterator[Crossing]:
@@ -110,8 +120,6 @@ def _crossings(config: Config, mesh: Mesh) -> Iterator[Crossing]:
                 yield from leave(writing)
             yield from enter(writing)
             yield from leave(reading, 0 if is_split else reading)
-    head = model.vocab_size * h
-    yield from enter(head)
-    yield from leave(head, head)
-    yield from leave(0)  # the embedding, which has no product
-    yield from enter(0)
+    for _ in range(2):  # the head and the embedding, whose transfers have no product beside them
+        yield from enter(0)
+        yield from leave(0)

@@ -211,8 +211,10 @@ def _memory_of_rank(
     kept += sum(
         _messages_bytes(config, mesh, part, shape, count) for part, count in zip(parts, found.forwarded, strict=True)
     )
-    if device == "cpu" and config.parallel.gradient_wire == "fp32":
-        kept += sum(_gloo_bytes(mesh, layout) for layout in layouts)
+    if device == "cpu":
+        kept += _gloo_tp_bytes(config, mesh, shape)
+        if config.parallel.gradient_wire == "fp32":
+            kept += sum(_gloo_bytes(mesh, layout) for layout in layouts)
     again, working = max(
         (
             _working_bytes(config, part, split, shape, layout, device)
@@ -264,12 +266,16 @@ def _working_bytes(
 
     Of the loss, its input and a chunk's logits, and in bf16 the weight's gradient in that type too. Of a block,
     gradients in the feed-forward part; by then what the head kept is gone. And the gradient of one weight matrix before
-    it is added to its sum. Dropout draws with three whole numbers of 8 bytes an element.
+    it is added to its sum; with tp those of all that read the same input, unless they wait for their W. Dropout draws
+    with three whole numbers of 8 bytes an element.
     """
     a, N = shape.element_bytes, shape.num_tokens
     dropout = 3 * 8 * shape.stream_tokens * shape.hidden if config.model.dropout else 0
-    weight = max((parameter.num_elements for parameter in layout.parameters), default=0) * a
-    block = N * a * (shape.hidden + (2 if config.model.family == "gpt" else 3) * shape.ffn) + weight
+    weight = max((parameter.num_elements for parameter in layout.parameters), default=0)
+    if split.tp > 1 and config.parallel.schedule != "zero_bubble":
+        reading = [shape.query_width + 2 * shape.kv_width, (1 if config.model.family == "gpt" else 2) * shape.ffn]
+        weight = max(weight, shape.hidden * (sum(reading) if config.model.block == "parallel" else max(reading)))
+    block = N * a * (shape.hidden + (2 if config.model.family == "gpt" else 3) * shape.ffn) + weight * a
     again = 0
     if config.train.recompute == "full":
         again = max(block_bytes(config, split, shape, device, layer) for layer in part.layers)
@@ -296,6 +302,15 @@ def _gloo_bytes(mesh: Mesh, layout: FlatLayout) -> int:
     they arrive in the gradient buffer itself.
     """
     return (mesh.dp * mesh.cp - 1) * layout.shard_elements * EXACT_BYTES
+
+
+def _gloo_tp_bytes(config: Config, mesh: Mesh, shape: Shape) -> int:
+    """What sums of the stream over tp receive from each other rank, kept. More than two ranks without sequence parallel
+    leave it to gloo.
+    """
+    if is_split_by_tokens(config, mesh):
+        return (mesh.tp - 1) * shape.stream_bytes
+    return shape.stream_bytes if mesh.tp == 2 else 0
 
 
 def _start_bytes(of_parts: Sequence[Sequence[LocalParameter]], layouts: Sequence[FlatLayout], width: int) -> int:

@@ -6,7 +6,7 @@ the transfers alone, each untiled. Losses of all steps with transfers are compar
 
 Hidden is 1 - (step with tiles - compute) / transfers alone, once with the compute of the same tiles, once with that of
 whole products, which also counts what cutting them costs. Its bound is `plan.hidden_tiles`'. Prints JSON. Transfers
-alone should be about 0.8 of compute: choose the rate and --hidden-size so.
+alone should be about 0.8 of the compute that they can run beside, which is matrix products: choose the rate so.
 
     python -m tests.bench.bench_overlap_tp --cluster NAME --rate 150mbit [--block parallel] [--tiles 4] [--rounds 7]
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -59,7 +60,8 @@ def _step(me: TestRank, args: Mapping[str, Any], tiles: int) -> Callable[[list[A
     from tests.train.trainers import make_trainer
 
     trainer = make_trainer(me, _config(args, tiles))
-    return lambda batches: trainer.step(1, batches, 1e-4).loss
+    numbers = itertools.count(1)
+    return lambda batches: trainer.step(next(numbers), batches, 1e-4).loss
 
 
 @contextlib.contextmanager
@@ -101,9 +103,8 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _compute(me: TestRank, args: Mapping[str, Any], tiles: int) -> Callable[[list[Any]], float]:
-    """A step without tp's transfers: its numbers mean nothing, its products are all there."""
-    step = _step(me, args, tiles)
+def _compute(step: Callable[[list[Any]], float]) -> Callable[[list[Any]], float]:
+    """A step without tp's transfers: its products are all there, its numbers mean nothing."""
 
     def silent(batches: list[Any]) -> float:
         with _silence():
@@ -143,12 +144,12 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    tiles = args["tiles"]
+    tiles, whole = _step(me, args, args["tiles"]), _step(me, args, 1)
     peers = {
-        "tiles": _step(me, args, tiles),
-        "no_tiles": _step(me, args, 1),
-        "compute": _compute(me, args, tiles),
-        "compute_whole": _compute(me, args, 1),
+        "tiles": tiles,
+        "no_tiles": whole,
+        "compute": _compute(tiles),
+        "compute_whole": _compute(whole),
         "transfers": _transfers(me, args),
     }
     batches = _batches(args)
@@ -171,6 +172,13 @@ def _bound(args: Mapping[str, Any], ratio: float) -> float:
 
     ((_, share),) = best_hidden_tiles(_config(args, args["tiles"]), Mesh(1, 1, 1, 2), (ratio,))
     return share
+
+
+def _beside(args: Mapping[str, Any]) -> float:
+    from hpc_train.plan.hidden_tiles import beside_share
+    from hpc_train.plan.mesh import Mesh
+
+    return beside_share(_config(args, args["tiles"]), Mesh(1, 1, 1, 2))
 
 
 def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,6 +206,7 @@ def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, 
         "load_average": os.getloadavg(),
         "step_s": {name: statistics.median(times) for name, times in slowest.items()},
         "transfers / compute": statistics.median(ratios),
+        "transfers / compute that they can run beside": statistics.median(ratios) / _beside(args),
         "hidden": statistics.median(shares),
         "hidden_range": (min(shares), max(shares)),
         "hidden, cutting counted": statistics.median(hidden("compute_whole")),
@@ -217,7 +226,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--micro-batches", type=int, default=1, help="of one sequence, in a step")
     parser.add_argument("--block", choices=("serial", "parallel"), default="parallel")
     parser.add_argument("--tiles", type=int, default=4)

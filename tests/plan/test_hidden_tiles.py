@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from hpc_train.plan.hidden_tiles import Crossing, best_hidden_tiles
+from hpc_train.plan.hidden_tiles import Crossing, beside_share, best_hidden_tiles
 from hpc_train.plan.mesh import Mesh
 from tests.train.trainers import make_config
 
@@ -76,3 +76,11 @@ def test_numbers_that_are_sent_are_those_of_the_axis_bytes(block: str, recompute
     loss = 2 * 16
     # Besides, norms' gradients are summed once a step.
     assert tp.forward_bytes / 1000 == pytest.approx(float(numbers + loss) * 4, rel=1e-3)
+
+
+def test_transfers_run_beside_products_of_the_forward_of_inputs_and_of_weights_that_read() -> None:
+    config = make_config({**MODEL, "vocab_size": 64}, {"tp": 2, "sequence_parallel": True})
+    # Of 12 units a layer: all twice, those that read once more; in all thrice, with attention and the head.
+    beside = 4 * (2 * 12 + 7)
+    whole = 4 * 3 * (12 + 2 * 16 / 64) + 3 * (1 + 1 / 64)
+    assert beside_share(config, Mesh(1, 1, 1, 2)) == pytest.approx(beside / whole, rel=0.01)
