@@ -40,7 +40,8 @@ class ModelConfig(Section):
     """
 
     family: Literal["gpt", "llama"]
-    num_layers: Positive
+    # assumed: more layers than any model has, and few enough to be listed at once.
+    num_layers: Annotated[int, Field(gt=0, le=10_000, strict=True)]
     hidden_size: Positive
     num_heads: Positive
     num_kv_heads: Positive | None = None

@@ -124,4 +124,4 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes} bytes"

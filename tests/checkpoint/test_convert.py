@@ -186,6 +186,7 @@ _REFUSED = [
     ("llama", {"num_hidden_layers": _GONE}, ["num_hidden_layers is missing"]),
     ("llama", {"hidden_size": "16"}, ["hidden_size='16': a number above 0 is needed"]),
     ("llama", {"num_key_value_heads": 3}, ["num_heads=4 is not a multiple of model.num_kv_heads=3"]),
+    ("llama", {"num_hidden_layers": 10**9}, ["num_layers", "10000"]),
     ("llama", {"num_hidden_layers": 3}, ["missing: model.layers.2.input_layernorm.weight", "mlp.down_proj.weight"]),
     ("llama", {"num_hidden_layers": 1}, ["not of this model: model.layers.1.input_layernorm.weight"]),
     ("llama", {"vocab_size": 40}, ["wrong shapes: model.embed_tokens.weight is [37, 16], not [40, 16]"]),

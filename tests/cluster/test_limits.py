@@ -69,6 +69,11 @@ def test_too_few_inodes_are_refused_while_bytes_are_free(tmp_path: Path) -> None
     check(0)  # a file system that does not count inodes
 
 
+def test_small_numbers_are_told_in_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x needs 5000 bytes, but .* has 0 bytes free"):
+        require_free_bytes(tmp_path, 5000, "x", ConfigError, statvfs=lambda _: statvfs(0, 100))
+
+
 def test_enough_room_is_accepted(tmp_path: Path) -> None:
     require_free_bytes(tmp_path / "new" / "folder", 1, "x", ConfigError, num_files=1)
 
