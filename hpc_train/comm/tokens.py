@@ -95,7 +95,8 @@ class TokenSums:
         if group.backend == "nccl":
             partial_nBsh[group.group_rank].zero_()
             received_Bsh = torch.empty_like(partial_nBsh[0])
-            work = dist.reduce_scatter_tensor(received_Bsh, partial_nBsh, group=group.handle, async_op=True)
+            flat = partial_nBsh.flatten(0, 1)
+            work = dist.reduce_scatter_tensor(received_Bsh, flat, group=group.handle, async_op=True)
             self._pending.append(Pending([work], lambda: _add(share_Bsh, received_Bsh[None]), segment))
             return
         sends = [dist.isend(partial_nBsh[peer], dst=rank, group=group.handle) for peer, rank in group.peers]
@@ -132,7 +133,7 @@ def _begin_gather(parts_Bnsh: torch.Tensor, group: Group) -> Pending:
 
 
 def _gather_in_place(parts: torch.Tensor, group: Group) -> Any:
-    return dist.all_gather_into_tensor(parts, parts[group.group_rank], group=group.handle, async_op=True)
+    return dist.all_gather_into_tensor(parts.flatten(0, 1), parts[group.group_rank], group=group.handle, async_op=True)
 
 
 def _put(parts: torch.Tensor, gathered: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,14 +94,15 @@ def _errors(me: TestRank, exchange: Exchange, dtype: torch.dtype, *, is_queued: 
 
 
 def _all_errors(me: TestRank, tiles: Sequence[int]) -> dict[str, dict[str, float]]:
-    found = {}
+    """Also what is written for nccl, whose collectives gloo has too."""
+    found, plain = {}, make_group(me)
     for num_tiles in tiles:
         for by_tokens in (False, True):
             for dtype in (torch.float64, torch.bfloat16):
-                for is_queued in (False, True):
-                    exchange = Exchange(make_group(me), by_tokens, num_tiles)
-                    key = f"{num_tiles} tiles, by_tokens={by_tokens}, {dtype}, is_queued={is_queued}"
-                    found[key] = _errors(me, exchange, dtype, is_queued=is_queued)
+                for backend, is_queued in (("gloo", False), ("gloo", True), ("nccl", False)):
+                    group = dataclasses.replace(plain, backend=backend)
+                    key = f"{num_tiles} tiles, by_tokens={by_tokens}, {dtype}, is_queued={is_queued}, {backend}"
+                    found[key] = _errors(me, Exchange(group, by_tokens, num_tiles), dtype, is_queued=is_queued)
     return found
 
 
