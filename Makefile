@@ -5,7 +5,7 @@ PYTHON = $(VENV)/bin/python
 PYTEST_ARGS ?=
 # Most tests wait for processes of theirs; two workers keep two cores busy. A file's tests stay together.
 PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
-TEST_EXTRAS = test,report,local
+TEST_EXTRAS = test,report,local,hdfs
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long lint format docs cluster cluster-stop clean
@@ -40,6 +40,7 @@ test-long: test-setup lint
 test-setup:
 	bash env/setup_system.sh
 	bash env/setup_venv.sh --venv $(VENV) --extras $(TEST_EXTRAS)
+	bash env/setup_hadoop.sh --python $(PYTHON) --out $(VENV)/opt/hadoop
 
 lint:
 	$(PYTHON) -m ruff check .

@@ -1,13 +1,27 @@
 #!/usr/bin/env bash
-# Install the Debian or Ubuntu packages that the Slurm, MPI, module and InfiniBand tests and `make cluster` need.
+# Install the Debian or Ubuntu packages that the Slurm, MPI, module, InfiniBand and HDFS tests and `make cluster` need.
 # Does nothing when they are there. Without root it names the command for an administrator and succeeds:
 # the tests that need the packages are then skipped and counted.
 set -euo pipefail
 
 packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl ibsim-utils infiniband-diags)
+# For a real HDFS (env/setup_hadoop.sh): what Hadoop needs besides its own classes, and a Java that runs it.
+packages+=(libjersey1-core-java libjersey1-server-java libjersey1-servlet-java libjsr311-api-java)
+
 root=$(dirname "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)")
 
 say() { printf 'setup_system: %s\n' "$*"; }
+
+# Hadoop 2.7 runs on Java 8 to 23; what is there is used.
+fitting_java() {
+    local file release
+    for file in /usr/lib/jvm/*/release; do
+        [[ -f $file ]] || continue
+        release=$(sed -n 's/^JAVA_VERSION="\(1\.\)\{0,1\}\([0-9]*\).*/\2/p' "$file")
+        ((release >= 8 && release <= 23)) && return
+    done
+    return 1
+}
 
 # Tcl environment modules cannot be installed beside Lmod, so their package is unpacked into the build folder.
 unpack_modules() {
@@ -35,6 +49,11 @@ if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
     exit 0
 fi
 
+if ! fitting_java; then
+    # Debian 13 has no Java 17 any more.
+    release=$(. /etc/os-release && [[ ${ID:-} == debian && ${VERSION_ID:-0} -ge 13 ]] && echo 21 || echo 17)
+    packages+=("openjdk-$release-jre-headless")
+fi
 missing=()
 for package in "${packages[@]}"; do
     installed "$package" || missing+=("$package")

@@ -238,13 +238,15 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """When the state is saved (0: only at the end), how many are kept (0: all), and what a failed save does.
 
-    init_from: a checkpoint or run folder whose weights a run begins with that has no checkpoint of its own yet.
+    folder: a folder or URL (hdfs://...) below which each run keeps them, as NAME/ID; left out: in the run folder.
+    init_from: a checkpoint or run folder, or a URL, whose weights a run without a checkpoint of its own begins with.
     """
 
     every: NonNegative = 0
     keep: NonNegative = 0
     at_end: bool = True
     resume: bool = True
+    folder: str | None = None
     init_from: str | None = None
     on_error: Literal["stop", "continue"] = "stop"
 

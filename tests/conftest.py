@@ -78,7 +78,9 @@ def _mpi_brands() -> str | None:
 
 
 def _hdfs() -> str | None:
-    return "no test uses HDFS yet"
+    from tests.services import hdfs
+
+    return hdfs.skip_reason()
 
 
 SERVICES: dict[str, Callable[[], str | None]] = {
@@ -128,6 +130,19 @@ def slurm() -> Iterator[Any]:
     from tests.services.slurm_cluster import SlurmCluster
 
     cluster = SlurmCluster(name=f"test-{os.getpid()}", nodes=8, gpus=8)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def hdfs() -> Iterator[Any]:
+    """The real HDFS of this test session: a name node and two data nodes. For tests marked `hdfs`."""
+    from tests.services.hdfs import HdfsCluster
+
+    cluster = HdfsCluster()
     try:
         cluster.start()
         yield cluster

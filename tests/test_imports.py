@@ -56,7 +56,24 @@ TORCH_FREE_PARTS = [
 TORCH_FREE_MODULES = [
     "hpc_train.node_agent",
     *(f"hpc_train.data.{name}" for name in ("build", "index", "tokenizer", "node_reader", "node_steps")),
-    *(f"hpc_train.checkpoint.{name}" for name in ("command", "find", "hf_config", "hf_names", "verify")),
+    *(
+        f"hpc_train.checkpoint.{name}"
+        for name in (
+            "command",
+            "find",
+            "folder",
+            "hdfs_native_store",
+            "hf_config",
+            "hf_names",
+            "local_store",
+            "location",
+            "pruning",
+            "run_location",
+            "store",
+            "verify",
+            "webhdfs_store",
+        )
+    ),
 ]
 NOT_ON_A_LOGIN_NODE = ["torch", "mpi4py", "cupy"]
 

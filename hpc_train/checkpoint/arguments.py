@@ -11,6 +11,7 @@ examples:
   hpc-train ckpt verify runs/llama/123                      every stored byte of the newest checkpoint
   hpc-train ckpt convert Llama-2-7b-hf init/llama-7b        from Hugging Face; begin with checkpoint.init_from
   hpc-train ckpt convert runs/llama/123 out/llama --dtype bf16
+  hpc-train ckpt prune runs/llama/123 --keep 3              all but the newest three
 """
 
 
@@ -18,8 +19,8 @@ def add_ckpt_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `ckpt` with its commands; `args.ckpt_command` says which one was given."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "ckpt",
-        help="list, check and convert checkpoints",
-        description="List, check and convert checkpoints.",
+        help="list, check, convert and thin out checkpoints",
+        description="List, check, convert and thin out checkpoints, in folders and at hdfs:// URLs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -28,6 +29,7 @@ def add_ckpt_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_ls(commands)
     _add_verify(commands)
     _add_convert(commands)
+    _add_prune(commands)
     return parser
 
 
@@ -40,7 +42,7 @@ def _add_ls(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder of checkpoints")
+    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder or URL of checkpoints")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
@@ -53,7 +55,7 @@ def _add_verify(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run folder for its newest one")
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run folder for its newest one; or a URL")
     parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
 
 
@@ -72,7 +74,9 @@ def _add_convert(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="SRC", help="Hugging Face folder, checkpoint, or run folder (its newest one)")
+    parser.add_argument(
+        "source", metavar="SRC", help="Hugging Face folder, checkpoint or its URL, or run folder (its newest one)"
+    )
     parser.add_argument("target", metavar="DST", help="folder to make; it must not exist")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights (default: as stored)")
     parser.add_argument(
@@ -96,3 +100,29 @@ def _add_convert(commands: Any) -> None:
         help="from Hugging Face: a key of config.json that is unknown here and changes nothing",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+
+def _add_prune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "prune",
+        help="remove old checkpoints of a run",
+        description="Remove all but the newest checkpoints of a run. The newest one that has all its checksums always "
+        "stays, which is read for that; damaged ones are named and left alone.",
+        epilog="examples:\n"
+        "  hpc-train ckpt prune runs/llama/123 --keep 3 --dry-run\n"
+        "  hpc-train ckpt prune runs/llama/123 --keep 2 --every 10000\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder or URL of checkpoints")
+    parser.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the newest stay")
+    parser.add_argument("--every", type=_count, metavar="K", help="steps that are multiples of K stay as well")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return value

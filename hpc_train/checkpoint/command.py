@@ -1,4 +1,4 @@
-"""`hpc-train ckpt ls`, `ckpt verify` and `ckpt convert`: call, print, exit code."""
+"""`hpc-train ckpt ls`, `verify`, `convert` and `prune`: call, print, exit code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from hpc_train.checkpoint.location import Location
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def run_ckpt_command(args: Namespace) -> int:
     """Carry out what `arguments.add_ckpt_parser` parsed; gives the exit code."""
-    return {"ls": ls_command, "verify": verify_command, "convert": convert_command}[args.ckpt_command](args)
+    commands = {"ls": ls_command, "verify": verify_command, "convert": convert_command, "prune": prune_command}
+    return commands[args.ckpt_command](args)
 
 
 def ls_command(args: Namespace) -> int:
     from hpc_train.checkpoint.find import checkpoints_folder
     from hpc_train.checkpoint.verify import list_checkpoints
 
-    root = checkpoints_folder(Path(args.run))
-    if not root.is_dir():
-        raise CheckpointError(f"{root} is not a folder; give a run folder, or one with checkpoints")
+    root = _existing(checkpoints_folder(args.run))
     listed = list_checkpoints(root)
     if args.json:
         tree = [{**vars(item), "path": str(item.path)} for item in listed]
@@ -43,9 +46,10 @@ def ls_command(args: Namespace) -> int:
 def verify_command(args: Namespace) -> int:
     from hpc_train.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
     from hpc_train.checkpoint.folder import steps_newest_first
+    from hpc_train.checkpoint.location import locate
     from hpc_train.checkpoint.verify import verify
 
-    path = Path(args.path)
+    path = locate(args.path)
     chosen = [path]
     if not is_checkpoint(path):
         every = [found for _, found in steps_newest_first(checkpoints_folder(path))]
@@ -68,8 +72,8 @@ def convert_command(args: Namespace) -> int:
 
     start = time.monotonic()
     done = convert(
-        Path(args.source),
-        Path(args.target),
+        args.source,
+        args.target,
         dtype=args.dtype,
         max_shard_bytes=parse_size(args.max_shard_size) if args.max_shard_size else None,
         config=args.config,
@@ -96,6 +100,38 @@ def convert_command(args: Namespace) -> int:
     )
     print(f"carried along: {', '.join(done.carried) or 'no tokenizer file'}", file=sys.stderr)
     return ExitCode.DONE
+
+
+def prune_command(args: Namespace) -> int:
+    from hpc_train.checkpoint.find import checkpoints_folder
+    from hpc_train.checkpoint.pruning import carry_out, plan_pruning
+
+    root = _existing(checkpoints_folder(args.run))
+    pruning = plan_pruning(root, args.keep, args.every)
+    if not args.dry_run:
+        carry_out(pruning)
+    if args.json:
+        tree = {
+            "kept": [str(path) for path in pruning.kept],
+            "removed": [str(path) for path in pruning.removed],
+            "damaged": {str(path): problem for path, problem in pruning.damaged},
+            "dry_run": args.dry_run,
+        }
+        print(json.dumps(tree, indent=1))
+        return ExitCode.DONE
+    for path in pruning.kept:
+        print(f"kept     {path.name}")
+    for path, problem in pruning.damaged:
+        print(f"left     {path.name}, which cannot be used: {problem}")
+    for path in pruning.removed:
+        print(f"{'to go' if args.dry_run else 'removed':8} {path.name}")
+    return ExitCode.DONE
+
+
+def _existing(root: Location) -> Location:
+    if not root.is_folder():
+        raise CheckpointError(f"{root} is not a folder; give a run folder, or one with checkpoints")
+    return root
 
 
 def parse_size(text: str) -> int:

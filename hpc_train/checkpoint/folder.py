@@ -6,103 +6,136 @@ disk. `latest` is a file with the name of the newest committed folder and is rep
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
-from hpc_train.checkpoint.manifest import read_manifest
+from hpc_train.checkpoint.location import Location
+from hpc_train.checkpoint.manifest import Manifest, NewerFormatError, read_manifest
+from hpc_train.checkpoint.store import StoreError, is_outage
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 
 LATEST_FILE = "latest"
 _STEP_FOLDER = re.compile(r"^step_(\d{7,})$")
-_TEMPORARY = re.compile(r"^\.step_\d{7,}\.tmp-[0-9a-f]+$")
+_TEMPORARY = re.compile(r"^\.(step_\d{7,}|latest|trial)\.tmp-[0-9a-f]+$")
 
 
 def step_folder(step: int) -> str:
     return f"step_{step:07d}"
 
 
-def create_temporary(root: Path, step: int) -> Path:
+def create_temporary(root: Location, step: int) -> Location:
     """A new folder to write into; what earlier attempts left half-written is removed first."""
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.iterdir():
+    root.make_folder()
+    for leftover in root.entries():
         if _TEMPORARY.match(leftover.name):
-            say(f"removing {leftover}, a save that did not complete")
-            shutil.rmtree(leftover, ignore_errors=True)
-    path = root / f".{step_folder(step)}.tmp-{uuid.uuid4().hex}"
-    path.mkdir()
+            say(f"removing {root / leftover.name}, a save that did not complete")
+            with suppress(StoreError):
+                (root / leftover.name).remove()
+    path = root / _temporary_name(step_folder(step))
+    path.make_folder()
     return path
 
 
-def commit(temporary: Path, root: Path, step: int) -> Path:
-    """Make a fully written folder a checkpoint. Files must be flushed; the folder itself is flushed here."""
+def commit(temporary: Location, root: Location, step: int) -> Location:
+    """Make a fully written folder a checkpoint. Files must be durable; the folder itself is flushed here."""
     final = root / step_folder(step)
-    flush_folder(temporary)
-    if final.exists():
+    temporary.flush()
+    if final.entry() is not None:
         # Only a damaged checkpoint of this step can stand here: a good one would have been resumed from.
-        set_aside = root / f".{final.name}.tmp-{uuid.uuid4().hex}"
-        os.rename(final, set_aside)
-        os.rename(temporary, final)
-        shutil.rmtree(set_aside, ignore_errors=True)
+        set_aside = root / _temporary_name(final.name)
+        final.rename(set_aside)
+        temporary.rename(final)
+        with suppress(StoreError):
+            set_aside.remove()
     else:
-        os.rename(temporary, final)
-    flush_folder(root)
+        temporary.rename(final)
+    root.flush()
     write_latest(root, final.name)
     return final
 
 
-def write_latest(root: Path, name: str) -> None:
-    temporary = root / f".{LATEST_FILE}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, root / LATEST_FILE)
-    flush_folder(root)
+def write_latest(root: Location, name: str) -> None:
+    temporary = root / _temporary_name(LATEST_FILE)
+    temporary.write_text(name + "\n")
+    temporary.replace(root / LATEST_FILE)
+    root.flush()
 
 
-def steps_newest_first(root: Path) -> Iterator[tuple[int, Path]]:
+def read_latest(root: Location) -> str | None:
+    """The name in `latest`, or None where there is none that can be read."""
+    try:
+        return (root / LATEST_FILE).read_text().strip()
+    except (FileNotFoundError, StoreError, ValueError):
+        return None
+
+
+def step_number(name: str) -> int | None:
+    """The step of a committed checkpoint by its folder's name; None for any other name."""
+    match = _STEP_FOLDER.match(name)
+    return int(match[1]) if match else None
+
+
+def steps_newest_first(root: Location) -> Iterator[tuple[int, Location]]:
     """Committed folders by step, highest first, whether they are sound or not."""
     try:
-        names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+        names = [entry.name for entry in root.entries() if entry.is_folder]
     except FileNotFoundError:
         return
-    found = [(int(match[1]), root / name) for name in names if (match := _STEP_FOLDER.match(name))]
-    yield from sorted(found, reverse=True)
+    found = [(step, name) for name in names if (step := step_number(name)) is not None]
+    yield from ((step, root / name) for step, name in sorted(found, reverse=True))
 
 
-def sound_checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
+def sound_checkpoints(root: Location) -> Iterator[tuple[Location, Manifest]]:
     """Checkpoints whose files are all there in full size, newest first; says which ones it skips and why."""
-    for step, path in steps_newest_first(root):
+    for _, path in steps_newest_first(root):
         try:
-            read_manifest(path)
+            manifest = read_manifest(path)
         except CheckpointError as error:
-            warn(f"checkpoint skipped: {error}")
+            if is_outage(error) or isinstance(error, NewerFormatError):
+                raise  # the older one would be taken although this one may be whole
+            warn(f"checkpoint {path} skipped: {error}")
             continue
-        yield step, path
+        yield path, manifest
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay."""
+def prune(root: Location, keep: int) -> None:
+    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay.
+
+    What cannot be looked at or removed now is said and left for the next time: the save before it went well.
+    """
     if keep == 0:
         return
-    for number, (_, path) in enumerate(list(sound_checkpoints(root))):
-        if number >= keep:
-            doomed = root / f".{path.name}.tmp-{uuid.uuid4().hex}"
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-
-def flush_folder(path: Path) -> None:
-    """Make names in a folder durable; file systems that cannot are left alone."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        kept = 0
+        for _, path in steps_newest_first(root):
+            if _is_sound(path):
+                kept += 1
+                if kept > keep:
+                    remove_checkpoint(path)
+    except CheckpointError as error:
+        warn(f"old checkpoints are left: {error}")
+
+
+def _is_sound(path: Location) -> bool:
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
+        return False
+    return True
+
+
+def remove_checkpoint(path: Location) -> None:
+    """Remove a checkpoint: at once for every reader, since it loses its name first."""
+    doomed = path.parent / _temporary_name(path.name)
+    path.rename(doomed)
+    with suppress(StoreError):
+        doomed.remove()
+
+
+def _temporary_name(name: str) -> str:
+    return f".{name}.tmp-{uuid.uuid4().hex}"

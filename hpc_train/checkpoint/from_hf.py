@@ -13,10 +13,10 @@ import torch
 
 from hpc_train.checkpoint import safetensors_files as files
 from hpc_train.checkpoint.find import HF_FOLDER, MODEL_FILE, write_model_file
-from hpc_train.checkpoint.folder import flush_folder
 from hpc_train.checkpoint.hf_config import read_hf_config
 from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
 from hpc_train.checkpoint.hf_names import HEAD, Place, hf_tensors, is_constant, known_prefix, places
+from hpc_train.checkpoint.local_store import flush_folder
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, differences, model_tensors
 from hpc_train.checkpoint.rows import BLOCK_BYTES, row_blocks
 from hpc_train.checkpoint.safetensors_files import RawTensor

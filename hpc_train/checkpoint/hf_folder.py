@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.folder import flush_folder
+from hpc_train.checkpoint.local_store import flush_folder
 from hpc_train.checkpoint.model_tensors import ModelSpec
 from hpc_train.errors import CheckpointError
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpc_train.checkpoint.find import find_checkpoint
 from hpc_train.checkpoint.load import load_pieces
+from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.manifest import read_manifest
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, require_model
 from hpc_train.checkpoint.state import StatePiece
@@ -14,7 +14,7 @@ from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 
 
-def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World) -> Path:
+def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World) -> Location:
     """Fill the pieces of the model from a checkpoint, or from a run's newest; the others are left alone. Collective.
 
     Weights stored in another type are converted. Gives the checkpoint's path.
@@ -25,12 +25,12 @@ def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, wor
     found, error = None, None
     if world.rank == 0:
         try:
-            found = find_checkpoint(Path(source))
+            found = find_checkpoint(source)
             require_model(found, read_manifest(found), spec)
         except HpcTrainError as problem:
             error = CheckpointError(f"checkpoint.init_from: {problem}")
     world.agree(error)
-    path = Path(world.control.broadcast(str(found)))
+    path = locate(world.control.broadcast(str(found)))
     damage = load_pieces(path, [piece for piece in pieces if piece.name.startswith(MODEL_PREFIX)])
     world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage else None)
     return path

@@ -7,19 +7,20 @@ ranks together fall back to the next older checkpoint.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from hpc_train.checkpoint.boxes import BoxFiles
 from hpc_train.checkpoint.folder import sound_checkpoints, steps_newest_first
-from hpc_train.checkpoint.manifest import Manifest, StoredBox, StoredTensor, read_manifest
+from hpc_train.checkpoint.location import Location, Place, locate
+from hpc_train.checkpoint.manifest import Manifest, StoredBox, StoredTensor, parse_manifest, read_manifest
 from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.store import is_outage
 from hpc_train.comm.world import World
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import warn
 
 
@@ -27,37 +28,62 @@ from hpc_train.log import warn
 class Loaded:
     """What was loaded: the folder, its step, and the plain values saved with it."""
 
-    path: Path
+    path: Location
     step: int
     values: dict[str, Any]
 
 
-def load_newest(root: Path, pieces: Sequence[StatePiece], world: World) -> Loaded | None:
-    """Fill the pieces from the newest sound checkpoint; None if there is no checkpoint at all. Collective.
+def load_newest(place: Place, pieces: Sequence[StatePiece], world: World) -> Loaded | None:
+    """Fill the pieces from the newest sound checkpoint below `place`; None if there is none at all. Collective.
+
+    Rank 0 alone decides what is there.
 
     Raises:
-        CheckpointError: on every rank: a checkpoint of another model, or checkpoints without a sound one.
+        CheckpointError: on every rank: a checkpoint of another model, checkpoints without a sound one, or a store
+            that does not answer.
     """
-    candidates = [str(path) for _, path in sound_checkpoints(root)] if world.rank == 0 else None
-    candidates = world.control.broadcast(candidates)
-    for path in candidates:
-        manifest = _agreed_manifest(Path(path), pieces, world)
-        problem = _fill(Path(path), manifest, pieces)
+    root = locate(place)
+    sound = sound_checkpoints(root)  # begins to look when rank 0 asks
+    while (found := _next_sound(root, sound, world)) is not None:
+        path, manifest = found
+        _agree_on_model(path, manifest, pieces, world)
+        problem, outage = None, None
+        try:
+            problem = _fill(path, manifest, pieces)
+        except HpcTrainError as error:
+            outage = error
+        world.agree(outage)
         problems = [item for item in world.control.all_gather(problem) if item]
         if not problems:
-            return Loaded(Path(path), manifest.step, manifest.values)
+            return Loaded(path, manifest.step, manifest.values)
         if world.rank == 0:
             warn(f"checkpoint {path} skipped: {problems[0]}")
-    found = [path.name for _, path in steps_newest_first(root)] if world.rank == 0 else []
-    error = CheckpointError(
-        f"{root} holds {', '.join(found)}, but none can be read; the reasons are above. Restore one of them, or "
+    names = [path.name for _, path in steps_newest_first(root)] if world.rank == 0 else []
+    unread = CheckpointError(
+        f"{root} holds {', '.join(names)}, but none can be read; the reasons are above. Restore one of them, or "
         "start anew with checkpoint.resume=false in a new run folder."
     )
-    world.agree(error if found else None)
+    world.agree(unread if names else None)
     return None
 
 
-def load_pieces(path: Path, pieces: Sequence[StatePiece]) -> str | None:
+def _next_sound(
+    root: Location, sound: Iterator[tuple[Location, Manifest]], world: World
+) -> tuple[Location, Manifest] | None:
+    """The next older checkpoint that rank 0 takes for sound, on every rank; one rank asks the store. Collective."""
+    told, error = None, None
+    if world.rank == 0:
+        try:
+            found = next(sound, None)
+            told = None if found is None else [found[0].name, found[1].to_json()]
+        except HpcTrainError as problem:
+            error = problem
+    world.agree(error)
+    told = world.control.broadcast(told)
+    return None if told is None else (root / told[0], parse_manifest(told[1], root / told[0]))
+
+
+def load_pieces(path: Location, pieces: Sequence[StatePiece]) -> str | None:
     """Fill pieces from one checkpoint, converting types; what is wrong with it as a sentence, or None."""
     try:
         return _fill(path, read_manifest(path), pieces)
@@ -65,19 +91,16 @@ def load_pieces(path: Path, pieces: Sequence[StatePiece]) -> str | None:
         return str(error)
 
 
-def _agreed_manifest(path: Path, pieces: Sequence[StatePiece], world: World) -> Manifest:
-    manifest, error = None, None
+def _agree_on_model(path: Location, manifest: Manifest, pieces: Sequence[StatePiece], world: World) -> None:
+    error = None
     try:
-        manifest = read_manifest(path)
         _check_same_model(path, manifest, pieces)
     except CheckpointError as problem:
         error = problem
     world.agree(error)
-    assert manifest is not None
-    return manifest
 
 
-def _check_same_model(path: Path, manifest: Manifest, pieces: Sequence[StatePiece]) -> None:
+def _check_same_model(path: Location, manifest: Manifest, pieces: Sequence[StatePiece]) -> None:
     for piece in pieces:
         stored = manifest.tensors.get(piece.name)
         if stored is None:
@@ -94,37 +117,37 @@ def _check_same_model(path: Path, manifest: Manifest, pieces: Sequence[StatePiec
             )
 
 
-def _fill(path: Path, manifest: Manifest, pieces: Sequence[StatePiece]) -> str | None:
-    """Copy the stored boxes into the pieces; the first damage found as a sentence, or None."""
+def _fill(path: Location, manifest: Manifest, pieces: Sequence[StatePiece]) -> str | None:
+    """Copy the stored boxes into the pieces; the first damage found as a sentence, or None.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
     try:
-        for piece in pieces:
-            stored = manifest.tensors[piece.name]
-            filled = sum(_copy_shared(path, stored, box, piece) for box in stored.boxes)
-            if filled != piece.data.numel():
-                return f"{piece.name} is stored with gaps: {filled} of {piece.data.numel()} elements found"
-    except (CheckpointError, OSError) as error:
+        with BoxFiles(path) as files:
+            for piece in pieces:
+                stored = manifest.tensors[piece.name]
+                filled = sum(_copy_shared(files, path, stored, box, piece) for box in stored.boxes)
+                if filled != piece.data.numel():
+                    return f"{piece.name} is stored with gaps: {filled} of {piece.data.numel()} elements found"
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
         return str(error)
     return None
 
 
-def _copy_shared(path: Path, tensor: StoredTensor, stored: StoredBox, piece: StatePiece) -> int:
+def _copy_shared(files: BoxFiles, path: Location, tensor: StoredTensor, stored: StoredBox, piece: StatePiece) -> int:
     """Copy what a stored box and a piece share; the number of elements copied."""
     shared = stored.box.intersection(piece.box)
     if shared is None:
         return 0
-    values = _read_box(path, tensor, stored)
+    raw = files.read(stored.file, stored.start, stored.num_bytes)
+    if zlib.crc32(raw.data) != stored.crc32:
+        raise CheckpointError(
+            f"{path / stored.file} is damaged: the checksum of the bytes at {stored.start} does not match"
+        )
+    values = torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).view(stored.box.sizes)
     target = piece.data.view(piece.box.sizes)
     target[shared.slices_within(piece.box)] = values[shared.slices_within(stored.box)].to(target.device)
     return shared.num_elements
-
-
-def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tensor:
-    file_path = path / stored.file
-    with open(file_path, "rb") as file:
-        file.seek(stored.start)
-        raw = np.fromfile(file, dtype=np.uint8, count=stored.num_bytes)
-    if raw.size != stored.num_bytes:
-        raise CheckpointError(f"{file_path} ends {stored.num_bytes - raw.size} bytes early")
-    if zlib.crc32(raw.data) != stored.crc32:
-        raise CheckpointError(f"{file_path} is damaged: the checksum of the bytes at {stored.start} does not match")
-    return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).view(stored.box.sizes)

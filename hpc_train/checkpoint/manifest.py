@@ -7,15 +7,17 @@ torch's own `.metadata` is a pickle, and is written for other tools only.
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
+_CHECKSUM_KEY = ', "checksum": '
 
 
 @dataclass(frozen=True)
@@ -48,34 +50,64 @@ class Manifest:
     files: dict[str, int]
 
     def to_json(self) -> str:
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
+        """One JSON object; its last key is the checksum of all the text before."""
+        head = json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})[:-1]
+        return f"{head}{_CHECKSUM_KEY}{zlib.crc32(head.encode())}}}"
 
 
-def read_manifest(folder: Path) -> Manifest:
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a newer hpc_train wrote: never skipped for an older one, nor removed."""
+
+
+def read_manifest(place: Place) -> Manifest:
     """The manifest of a checkpoint folder, after a check that every file is there in its full size.
 
     Raises:
         CheckpointError: no manifest, a newer format, a file that is missing or of another size.
+        StoreError: the store does not answer.
+    """
+    folder = locate(place)
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = parse_manifest(path.read_text(), folder)
+        sizes = {entry.name: entry.num_bytes for entry in folder.entries() if not entry.is_folder}
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST_FILE}: it was not written to its end") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    for name, size in manifest.files.items():
+        if sizes.get(name) != size:
+            have = f"has {sizes[name]} bytes" if name in sizes else "is missing"
+            raise CheckpointError(f"{folder / name} {have}, the manifest says {size} bytes")
+    return manifest
+
+
+def parse_manifest(text: str, folder: Location) -> Manifest:
+    """The manifest of `folder` from its text.
+
+    Raises:
+        CheckpointError: it is damaged.
+        NewerFormatError: it is whole, and of a newer format.
     """
     path = folder / MANIFEST_FILE
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        version = tree["format_version"]
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
+        _check_text(text, path)
+        tree = json.loads(text)
+        version = int(tree["format_version"])
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
                 f"{path} has format version {version}, this hpc_train reads {FORMAT_VERSION}; use a newer hpc_train"
             )
-        manifest = _parse(tree)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST_FILE}: it was not written to its end") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _parse(tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
-    for name, size in manifest.files.items():
-        found = _size(folder / name)
-        if found != size:
-            have = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{folder / name} {have}, the manifest says {size} bytes")
-    return manifest
+
+
+def _check_text(text: str, path: Location) -> None:
+    """Refuse changed text. Manifests of early versions have no checksum."""
+    head, has_checksum, tail = text.rpartition(_CHECKSUM_KEY)
+    if has_checksum and int(tail.rstrip().removesuffix("}")) != zlib.crc32(head.encode()):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
 
 
 def _parse(tree: dict[str, Any]) -> Manifest:
@@ -89,10 +121,3 @@ def _parse(tree: dict[str, Any]) -> Manifest:
 def _parse_box(tree: dict[str, Any]) -> StoredBox:
     box = Box(tuple(tree["box"]["offsets"]), tuple(tree["box"]["sizes"]))
     return StoredBox(box, tree["file"], tree["start"], tree["num_bytes"], tree["crc32"])
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.config import ModelConfig
 from hpc_train.errors import CheckpointError
@@ -34,7 +34,7 @@ def model_tensors(spec: ModelSpec) -> dict[str, Shape]:
     return {plan.name: plan.shape for plan in plan_parameters(spec.model, spec.max_seq_len, whole, UNSPLIT)}
 
 
-def require_model(checkpoint: Path, manifest: Manifest, spec: ModelSpec) -> None:
+def require_model(checkpoint: Location, manifest: Manifest, spec: ModelSpec) -> None:
     """Refuse a checkpoint whose weights are not those of the model, with the names and shapes that differ."""
     wanted = {MODEL_PREFIX + name: shape for name, shape in model_tensors(spec).items()}
     found = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(MODEL_PREFIX)}

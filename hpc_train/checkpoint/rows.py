@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from hpc_train.checkpoint.boxes import BoxFiles
+from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.checkpoint.manifest import StoredBox, StoredTensor
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
@@ -27,7 +28,7 @@ def row_blocks(shape: tuple[int, ...], item_bytes: int, block_bytes: int = BLOCK
         yield start, min(shape[0], start + rows)
 
 
-def read_rows(folder: Path, name: str, tensor: StoredTensor) -> Iterator[torch.Tensor]:
+def read_rows(place: Place, name: str, tensor: StoredTensor) -> Iterator[torch.Tensor]:
     """A tensor's blocks of rows from first to last, in its stored type.
 
     Blocks span all columns, so what a block and a box share is one run of the box's bytes, and the runs follow each
@@ -36,53 +37,50 @@ def read_rows(folder: Path, name: str, tensor: StoredTensor) -> Iterator[torch.T
     Raises:
         CheckpointError: boxes leave a gap or a checksum does not match; the block before is not to be trusted then.
     """
+    folder = locate(place)
     dtype = getattr(torch, tensor.dtype)
     checksums = dict.fromkeys(range(len(tensor.boxes)), 0)
-    for start, stop in row_blocks(tensor.shape, dtype.itemsize):
-        wanted = Box((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
-        block, filled = None, 0
-        for index, stored in enumerate(tensor.boxes):
-            shared = stored.box.intersection(wanted)
-            if shared is None:
-                continue
-            raw = _read_run(folder, stored, shared)
-            checksums[index] = zlib.crc32(raw.data, checksums[index])
-            if shared.offsets[0] + shared.sizes[0] == stored.box.offsets[0] + stored.box.sizes[0]:
-                _check(folder, name, stored, checksums[index])
-            run = torch.from_numpy(raw).view(dtype).view(shared.sizes)
-            if shared == wanted:
-                block = run
-            else:
-                block = torch.empty(wanted.sizes, dtype=dtype) if block is None else block
-                block[shared.slices_within(wanted)] = run
-            filled += shared.num_elements
-        if block is None or filled != wanted.num_elements:
-            raise CheckpointError(f"{folder}: {name} is stored with gaps: rows {start} to {stop} are not whole")
-        del raw, run  # not kept while the caller works
-        yield block
+    with BoxFiles(folder) as files:
+        for start, stop in row_blocks(tensor.shape, dtype.itemsize):
+            wanted = Box((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
+            block, filled = None, 0
+            for index, stored in enumerate(tensor.boxes):
+                shared = stored.box.intersection(wanted)
+                if shared is None:
+                    continue
+                raw = _read_run(files, stored, shared)
+                checksums[index] = zlib.crc32(raw.data, checksums[index])
+                if shared.offsets[0] + shared.sizes[0] == stored.box.offsets[0] + stored.box.sizes[0]:
+                    _check(folder, name, stored, checksums[index])
+                run = torch.from_numpy(raw).view(dtype).view(shared.sizes)
+                if shared == wanted:
+                    block = run
+                else:
+                    block = torch.empty(wanted.sizes, dtype=dtype) if block is None else block
+                    block[shared.slices_within(wanted)] = run
+                filled += shared.num_elements
+            if block is None or filled != wanted.num_elements:
+                raise CheckpointError(f"{folder}: {name} is stored with gaps: rows {start} to {stop} are not whole")
+            del raw, run  # not kept while the caller works
+            yield block
 
 
-def read_whole(folder: Path, name: str, tensor: StoredTensor) -> torch.Tensor:
+def read_whole(place: Place, name: str, tensor: StoredTensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     row = 0
-    for block in read_rows(folder, name, tensor):
+    for block in read_rows(place, name, tensor):
         whole[row : row + block.shape[0]] = block
         row += block.shape[0]
     return whole
 
 
-def _read_run(folder: Path, stored: StoredBox, shared: Box) -> np.ndarray:
+def _read_run(files: BoxFiles, stored: StoredBox, shared: Box) -> np.ndarray:
     row_bytes = stored.num_bytes // stored.box.sizes[0]
-    path, count = folder / stored.file, row_bytes * shared.sizes[0]
-    with open(path, "rb") as file:
-        file.seek(stored.start + row_bytes * (shared.offsets[0] - stored.box.offsets[0]))
-        raw = np.fromfile(file, dtype=np.uint8, count=count)
-    if raw.size != count:
-        raise CheckpointError(f"{path} ends {count - raw.size} bytes early")
-    return raw
+    start = stored.start + row_bytes * (shared.offsets[0] - stored.box.offsets[0])
+    return files.read(stored.file, start, row_bytes * shared.sizes[0])
 
 
-def _check(folder: Path, name: str, stored: StoredBox, crc32: int) -> None:
+def _check(folder: Location, name: str, stored: StoredBox, crc32: int) -> None:
     if crc32 != stored.crc32:
         raise CheckpointError(
             f"{folder / stored.file} is damaged: the checksum of {name}'s bytes at {stored.start} does not match"

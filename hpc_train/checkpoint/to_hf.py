@@ -15,6 +15,7 @@ from hpc_train.checkpoint.find import HF_FOLDER
 from hpc_train.checkpoint.hf_config import require_hf_can_say, write_hf_config
 from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
 from hpc_train.checkpoint.hf_names import HfTensor, hf_tensors
+from hpc_train.checkpoint.location import Location, local_copy
 from hpc_train.checkpoint.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, require_model
 from hpc_train.checkpoint.rows import read_rows, read_whole
@@ -24,7 +25,7 @@ from hpc_train.errors import CheckpointError, ConfigError
 
 
 def export_hf(
-    checkpoint: Path,
+    checkpoint: Location,
     target: Path,
     dtype: str | None,
     spec: ModelSpec,
@@ -38,28 +39,28 @@ def export_hf(
     entries = [_entry(checkpoint, manifest, hf, dtype) for hf in hf_tensors(spec).values()]
     num_bytes = sum(entry.num_bytes for entry in entries)
     require_free_bytes(target, num_bytes, "the model", CheckpointError)
-    kept = checkpoint / HF_FOLDER
-    configs = [folder / HF_CONFIG for folder in (kept, tokenizer) if folder is not None]
-    base = next((read_json(path) for path in configs if path.is_file()), None)
-    dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
-    with renamed_when_done(target) as temporary:
-        files.write_folder(temporary, _shards(entries, kept, max_shard_bytes))
-        files.write_json(temporary / HF_CONFIG, write_hf_config(spec, dtypes[0], base))
-        carried = carry(kept, temporary, CARRIED)
-        if tokenizer is not None:
-            carried = tuple(sorted({*carried, *_carry_tokenizer(tokenizer, temporary)}))
+    with local_copy(checkpoint / HF_FOLDER) as kept:
+        configs = [folder / HF_CONFIG for folder in (kept, tokenizer) if folder is not None]
+        base = next((read_json(path) for path in configs if path.is_file()), None)
+        dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
+        with renamed_when_done(target) as temporary:
+            files.write_folder(temporary, _shards(entries, kept, max_shard_bytes))
+            files.write_json(temporary / HF_CONFIG, write_hf_config(spec, dtypes[0], base))
+            carried = carry(kept, temporary, CARRIED)
+            if tokenizer is not None:
+                carried = tuple(sorted({*carried, *_carry_tokenizer(tokenizer, temporary)}))
     count = sum(math.prod(entry.shape) for entry in entries)
     return Converted(target, "to Hugging Face", spec, count, num_bytes, tuple(dtypes), carried)
 
 
-def _entry(checkpoint: Path, manifest: Manifest, hf: HfTensor, dtype: str | None) -> Entry:
+def _entry(checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: str | None) -> Entry:
     stored = [manifest.tensors[MODEL_PREFIX + part].dtype for part in hf.parts]
     # q, k and v that lie in one tensor there share its type: the widest, though ours are always alike.
     written = dtype or min(stored, key=STORED_TYPES.index)
     return Entry(hf.name, written, hf.shape, partial(_hf_blocks, checkpoint, manifest, hf, getattr(torch, written)))
 
 
-def _hf_blocks(checkpoint: Path, manifest: Manifest, hf: HfTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _hf_blocks(checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The bytes of a tensor as Hugging Face stores it."""
     names = [MODEL_PREFIX + part for part in hf.parts]
     if len(names) == 1 and not hf.is_transposed:

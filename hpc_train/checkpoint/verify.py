@@ -5,10 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from hpc_train.checkpoint.folder import LATEST_FILE, steps_newest_first
+from hpc_train.checkpoint.folder import read_latest, step_number
+from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import StoredBox, read_manifest
+from hpc_train.checkpoint.store import Reader, is_outage
 from hpc_train.errors import CheckpointError
 
 _BLOCK_BYTES = 16 << 20
@@ -18,7 +19,7 @@ _BLOCK_BYTES = 16 << 20
 class Listed:
     """A checkpoint of a run. problem: why it cannot be used, or None. num_bytes: of the files of its manifest."""
 
-    path: Path
+    path: Location
     step: int
     num_bytes: int
     num_tensors: int
@@ -27,22 +28,29 @@ class Listed:
     problem: str | None
 
 
-def list_checkpoints(root: Path) -> list[Listed]:
-    """All committed checkpoints below `root`, oldest first; sizes are compared, contents are not read."""
-    try:
-        latest = (root / LATEST_FILE).read_text(encoding="utf-8").strip()
-    except OSError:
-        latest = ""
-    return [_look_at(path, step, path.name == latest) for step, path in reversed(list(steps_newest_first(root)))]
+def list_checkpoints(root: Location) -> list[Listed]:
+    """All committed checkpoints below `root`, oldest first; sizes are compared, contents are not read.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    latest = read_latest(root)
+    listed = []
+    for entry in root.entries():
+        step = step_number(entry.name) if entry.is_folder else None
+        if step is not None:
+            listed.append(_look_at(root / entry.name, step, entry.changed_at, entry.name == latest))
+    return sorted(listed, key=lambda item: item.step)
 
 
-def verify(folder: Path) -> Iterator[str]:
+def verify(folder: Location) -> Iterator[str]:
     """Read all boxes of a checkpoint; what is wrong, a sentence each. Nothing: it is sound.
 
     Raises:
         CheckpointError: there is no manifest that could be compared with, or a file is not as long as it says.
     """
     manifest = read_manifest(folder)
+    boxes: dict[str, list[tuple[str, StoredBox]]] = {}
     for name, tensor in manifest.tensors.items():
         held = sum(stored.box.num_elements for stored in tensor.boxes)
         whole = 1
@@ -51,26 +59,32 @@ def verify(folder: Path) -> Iterator[str]:
         if held != whole:
             yield f"{name}: its boxes hold {held} elements of {whole}"
         for stored in tensor.boxes:
-            if _checksum(folder, stored) != stored.crc32:
-                yield f"{name}: the bytes at {stored.start} of {folder / stored.file} do not have their checksum"
+            boxes.setdefault(stored.file, []).append((name, stored))
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    for file, of_file in boxes.items():
+        # From front to back: a parallel file system and HDFS read ahead.
+        with (folder / file).reading() as reader:
+            for name, stored in sorted(of_file, key=lambda item: item[1].start):
+                if _checksum(reader, stored, block) != stored.crc32:
+                    yield f"{name}: the bytes at {stored.start} of {folder / file} do not have their checksum"
 
 
-def _look_at(path: Path, step: int, is_latest: bool) -> Listed:
-    written_at = path.stat().st_mtime
+def _look_at(path: Location, step: int, written_at: float, is_latest: bool) -> Listed:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
+        if is_outage(error):
+            raise
         return Listed(path, step, 0, 0, written_at, is_latest, str(error))
     return Listed(path, step, sum(manifest.files.values()), len(manifest.tensors), written_at, is_latest, problem=None)
 
 
-def _checksum(folder: Path, stored: StoredBox) -> int:
-    crc32, left = 0, stored.num_bytes
-    with open(folder / stored.file, "rb") as file:
-        file.seek(stored.start)
-        while left:
-            block = file.read(min(left, _BLOCK_BYTES))
-            if not block:
-                return -1
-            crc32, left = zlib.crc32(block, crc32), left - len(block)
+def _checksum(reader: Reader, stored: StoredBox, block: memoryview) -> int:
+    crc32, done = 0, 0
+    while done < stored.num_bytes:
+        wanted = min(stored.num_bytes - done, len(block))
+        count = reader.read_into(stored.start + done, block[:wanted])
+        crc32, done = zlib.crc32(block[:count], crc32), done + count
+        if count < wanted:
+            return -1
     return crc32

@@ -22,7 +22,14 @@ from hpc_train.cluster.agent_address import make_job_key
 from hpc_train.errors import ConfigError
 from hpc_train.launch.file_errors import reason, room_needed
 from hpc_train.log import FAILURE_FILE, timestamp
-from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, LOGS_FOLDER, OUTCOME_FILE, append_line, read_json
+from hpc_train.plan.run_files import (
+    CHECKPOINTS_FOLDER,
+    LOGS_FOLDER,
+    OUTCOME_FILE,
+    append_line,
+    read_checkpoints_note,
+    read_json,
+)
 
 # Told to the ranks: where the run is, and that a driver started them, for the how-manieth time.
 RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
@@ -181,6 +188,9 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 def newest_saved_step(run_dir: Path) -> int | None:
     """The highest step with a checkpoint that was committed, sound or not; None if there is none."""
+    note = read_checkpoints_note(run_dir)
+    if note is not None:
+        return note.newest_step
     folders = (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
     steps = [int(path.name.removeprefix("step_")) for path in folders if path.name.removeprefix("step_").isdecimal()]
     return max(steps, default=None)

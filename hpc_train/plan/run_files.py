@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ PLAN_PAGE_FILE = "plan.html"
 OUTCOME_FILE = "outcome.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
+CHECKPOINTS_NOTE = "elsewhere.json"
+"""In the folder of checkpoints, where these lie in another one: which, and the newest step saved there."""
 LOGS_FOLDER = "logs"
 
 
@@ -59,6 +62,25 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+@dataclass(frozen=True)
+class CheckpointsNote:
+    """Where a run's checkpoints lie if not in its run folder, and the newest step that was saved there."""
+
+    folder: str
+    newest_step: int | None = None
+
+
+def write_checkpoints_note(run_dir: Path, note: CheckpointsNote) -> None:
+    (run_dir / CHECKPOINTS_FOLDER).mkdir(exist_ok=True)
+    write_atomically(run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE, json.dumps(asdict(note)) + "\n")
+
+
+def read_checkpoints_note(run_dir: Path) -> CheckpointsNote | None:
+    """What is noted in a run folder; None where the checkpoints lie in it."""
+    tree = read_json(run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE)
+    return None if tree is None else CheckpointsNote(str(tree["folder"]), tree.get("newest_step"))
 
 
 def rank_log(run_dir: Path, rank: int) -> Path:

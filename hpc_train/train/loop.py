@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.load import Loaded
+from hpc_train.checkpoint.location import Location
+from hpc_train.checkpoint.run_location import note_saved, run_location
 from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
 from hpc_train.comm.world import World
 from hpc_train.config import Config
@@ -19,7 +21,6 @@ from hpc_train.data.loader import Batch
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 from hpc_train.plan.cost import mfu
-from hpc_train.plan.run_files import CHECKPOINTS_FOLDER
 from hpc_train.record import NOT_RECORDED, Kind, Recorder
 from hpc_train.train.metrics import Metrics, rate
 from hpc_train.train.optimizer import learning_rate
@@ -43,6 +44,10 @@ class Run:
     step: int = 0
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
+    checkpoints: Location = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = run_location(self.config.checkpoint.folder, self.run_dir)
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,13 @@ def save(run: Run) -> bool:
     """
     begin = time.perf_counter()
     values = plain_values(run.trainer, run.feed.state(), run.skipped_steps)
+    # Not how it was launched: launch.env may hold secrets, and checkpoints are passed on.
+    values["config"] = run.config.model_dump(mode="json", exclude={"launch"})
+    values["plan"] = run.world.plan.hash if run.world.plan is not None else None
     try:
         with run.recorder.segment("save", Kind.SAVE):
             path = save_checkpoint(
-                run.run_dir / CHECKPOINTS_FOLDER,
+                run.checkpoints,
                 run.step,
                 state_pieces(run.trainer, counted=True),
                 values,
@@ -172,6 +180,7 @@ def save(run: Run) -> bool:
     seconds = time.perf_counter() - begin
     too_short = run.stop.completed_save(seconds)
     if run.world.rank == 0:
+        note_saved(run.checkpoints, run.run_dir, run.step)
         say(f"saved {path.name} in {seconds:.2f} s")
         if too_short is not None:
             warn(too_short)

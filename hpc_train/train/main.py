@@ -31,16 +31,14 @@ from hpc_train.cluster.environment import (
     WARNING_TIMES_VARIABLE,
     process_env,
 )
-from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.stack_dump import answer_stack_requests
-from hpc_train.errors import CheckpointError, ConfigError, ExitCode, HpcTrainError, LaunchError
+from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import num_parameters
 from hpc_train.plan.run import Plan
 from hpc_train.plan.run_files import (
-    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     OUTCOME_FILE,
     PLAN_FILE,
@@ -181,10 +179,10 @@ def _train(
         end_time = env.get(END_TIME_VARIABLE)
         warning_times = json.loads(env.get(WARNING_TIMES_VARIABLE, "{}"))
         stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s, warning_times)
-    _check_space(run_dir, run, world)
+    _open_checkpoints(run)
     loaded = None
     if config.checkpoint.resume:
-        loaded = load_newest(run_dir / CHECKPOINTS_FOLDER, loop.state_pieces(run.trainer), world)
+        loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world)
         if loaded is not None:
             loop.restore(run, loaded)
     if loaded is None and config.checkpoint.init_from is not None:
@@ -213,18 +211,13 @@ def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
     write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
 
 
-def _check_space(run_dir: Path, run: Run, world: World) -> None:
+def _open_checkpoints(run: Run) -> None:
     """Refuse at the start what would fail at the first save."""
+    from hpc_train.checkpoint.run_location import open_location
     from hpc_train.train.state import state_bytes
 
-    error = None
-    if world.rank == 0:
-        num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
-        try:
-            require_free_bytes(run_dir, num_bytes, "one checkpoint", CheckpointError)
-        except CheckpointError as problem:
-            error = problem
-    world.agree(error)
+    num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
+    open_location(run.checkpoints, run.run_dir, num_bytes, run.world)
 
 
 def _rendezvous(env: Mapping[str, str]) -> Rendezvous:

@@ -12,60 +12,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.checkpoint import folder, save
+from hpc_train.checkpoint import local_store, save
 from hpc_train.checkpoint.folder import prune, sound_checkpoints
 from hpc_train.checkpoint.load import load_newest
+from hpc_train.checkpoint.location import locate
 from hpc_train.checkpoint.manifest import MANIFEST_FILE
 from hpc_train.checkpoint.save import save_checkpoint
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
+from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.runs import resume, train_and_save
 from tests.ranks import run_ranks
-from tests.train.trainers import TREES, make_config, make_trainer, sequences
+from tests.train.trainers import TREES, make_config, make_trainer
 from tests.worlds import make_world
-
-
-def _steps(me, trainer, first, last):
-    steps = range(first, last + 1)
-    return [trainer.step(step, sequences(step, 6)[me.rank :: me.world_size], 1e-2).loss for step in steps]
-
-
-def _train_and_save(me, root, saves, dtype=torch.float32, last=4):
-    """Train to `last`, saving at the steps in `saves`; losses and final weights."""
-    trainer, world, losses, step = make_trainer(me, make_config(TREES["llama"]), dtype), make_world(me), [], 1
-    for stop in [*saves, last]:
-        losses += _steps(me, trainer, step, stop)
-        step = stop + 1
-        if stop in saves:
-            values = {"num_updates": trainer.optimizer.num_updates}
-            save_checkpoint(Path(root), stop, state_pieces(trainer), values, world, keep=0)
-    trainer.publish_parameters()
-    return losses, trainer.parameters[0].parameters
-
-
-def _resume(me, root, dtype=torch.float32, last=4):
-    trainer, world = make_trainer(me, make_config(TREES["llama"]), dtype), make_world(me)
-    loaded = load_newest(Path(root), state_pieces(trainer), world)
-    if loaded is None:
-        return None
-    trainer.optimizer.num_updates = loaded.values["num_updates"]
-    trainer.publish_parameters()
-    losses = _steps(me, trainer, loaded.step + 1, last)
-    trainer.publish_parameters()
-    return loaded.step, losses, trainer.parameters[0].parameters
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
 def test_a_resumed_run_equals_one_left_alone_bit_for_bit(tmp_path, world_size, dtype):
-    straight = run_ranks(_train_and_save, world_size, str(tmp_path), [2], dtype)
-    resumed = run_ranks(_resume, world_size, str(tmp_path), dtype)
+    straight = run_ranks(train_and_save, world_size, str(tmp_path), [2], dtype)
+    resumed = run_ranks(resume, world_size, str(tmp_path), dtype)
     for (losses, weights), (step, later, again) in zip(straight, resumed, strict=True):
         assert (step, later) == (2, losses[2:])
         assert torch.equal(weights, again)
 
 
 def test_another_number_of_ranks_reads_the_same_state(tmp_path):
-    losses, _ = run_ranks(_train_and_save, 3, str(tmp_path), [2])[0]
-    for _, later, _ in run_ranks(_resume, 2, str(tmp_path)):
+    losses, _ = run_ranks(train_and_save, 3, str(tmp_path), [2])[0]
+    for _, later, _ in run_ranks(resume, 2, str(tmp_path)):
         assert later == pytest.approx(losses[2:], rel=1e-5)
 
 
@@ -74,11 +47,11 @@ def test_torch_reads_what_we_wrote(tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    _, weights = run_ranks(_train_and_save, 2, str(tmp_path), [4])[0]
+    _, weights = run_ranks(train_and_save, 2, str(tmp_path), [4])[0]
     path = tmp_path / "step_0000004"
     dcp_to_torch_save(path, tmp_path / "single.pt")
     whole = torch.load(tmp_path / "single.pt", weights_only=True)
-    trainer = make_trainer(_Alone(), make_config(TREES["llama"]))
+    trainer = make_trainer(Alone(), make_config(TREES["llama"]))
     by_place = {p.name: weights[p.start : p.stop].view(p.shape) for p in trainer.parameters[0].layout.parameters}
     state = {f"model.{name}": torch.empty_like(tensor) for name, tensor in by_place.items()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -86,10 +59,6 @@ def test_torch_reads_what_we_wrote(tmp_path):
     for name, tensor in by_place.items():
         assert torch.equal(state[f"model.{name}"], tensor)
         assert torch.equal(found[f"model.{name}"], tensor)
-
-
-class _Alone:
-    rank, world_size = 0, 1
 
 
 def _flatten(tree, prefix=""):
@@ -101,7 +70,7 @@ def _flatten(tree, prefix=""):
 
 
 def test_loading_unpickles_nothing(tmp_path, monkeypatch):
-    run_ranks(_train_and_save, 1, str(tmp_path), [4])
+    run_ranks(train_and_save, 1, str(tmp_path), [4])
     (tmp_path / "step_0000004" / ".metadata").write_bytes(b"x" * (tmp_path / "step_0000004/.metadata").stat().st_size)
 
     def refuse(*_args, **_kwargs):
@@ -110,22 +79,22 @@ def test_loading_unpickles_nothing(tmp_path, monkeypatch):
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    assert _resume(_Alone(), str(tmp_path))[0] == 4
+    assert resume(Alone(), str(tmp_path))[0] == 4
 
 
 @pytest.fixture
 def two_checkpoints(tmp_path) -> Path:
-    run_ranks(_train_and_save, 2, str(tmp_path), [1, 2], torch.float32, 2)
+    run_ranks(train_and_save, 2, str(tmp_path), [1, 2], torch.float32, 2)
     return tmp_path
 
 
 def _target(root: Path) -> list[int]:
-    return [answer[0] for answer in run_ranks(_resume, 2, str(root), torch.float32, 2)]
+    return [answer[0] for answer in run_ranks(resume, 2, str(root), torch.float32, 2)]
 
 
 def _target_alone(root: Path) -> int:
     """The same on one rank, which reads all files."""
-    return _resume(_Alone(), str(root), torch.float32, 0)[0]
+    return resume(Alone(), str(root), torch.float32, 0)[0]
 
 
 def test_damage_that_one_rank_sees_makes_all_ranks_take_the_older_one(two_checkpoints):
@@ -181,14 +150,14 @@ def test_only_damaged_checkpoints_are_an_error_and_are_left_alone(two_checkpoint
     for step in (1, 2):
         (two_checkpoints / f"step_{step:07d}" / MANIFEST_FILE).unlink()
     with pytest.raises(CheckpointError, match="none can be read"):
-        run_ranks(_resume, 2, str(two_checkpoints))
+        run_ranks(resume, 2, str(two_checkpoints))
     assert (two_checkpoints / "step_0000001").is_dir()
 
 
 def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path):
-    assert run_ranks(_resume, 2, str(tmp_path)) == [None, None]
+    assert run_ranks(resume, 2, str(tmp_path)) == [None, None]
     (tmp_path / ".step_0000007.tmp-00ff").mkdir()
-    assert run_ranks(_resume, 2, str(tmp_path)) == [None, None]
+    assert run_ranks(resume, 2, str(tmp_path)) == [None, None]
 
 
 def test_latest_names_the_newest_committed_checkpoint(two_checkpoints):
@@ -235,8 +204,8 @@ def test_a_full_disk_on_one_rank_keeps_the_old_checkpoint_and_leaves_nothing_hal
 
 def _crash_between(root: Path, crash_at: int) -> None:
     """Save twice with keep=1 in this process, stopping dead before the nth file system change of the second save."""
-    trainer = make_trainer(_Alone(), make_config(TREES["llama"]))
-    world = make_world(_Alone())
+    trainer = make_trainer(Alone(), make_config(TREES["llama"]))
+    world = make_world(Alone())
     save_checkpoint(root, 1, state_pieces(trainer), {"num_updates": 0}, world, keep=1)
     calls = 0
 
@@ -253,7 +222,12 @@ def _crash_between(root: Path, crash_at: int) -> None:
 
         return call
 
-    changes = [(folder.os, "rename"), (folder.os, "replace"), (folder.os, "fsync"), (folder.shutil, "rmtree")]
+    changes = [
+        (local_store.os, "rename"),
+        (local_store.os, "replace"),
+        (local_store.os, "fsync"),
+        (local_store.shutil, "rmtree"),
+    ]
     originals = [(module, name, getattr(module, name)) for module, name in changes]
     try:
         for module, name, real in originals:
@@ -270,26 +244,26 @@ def _crash_between(root: Path, crash_at: int) -> None:
 def test_a_crash_at_any_point_of_a_save_leaves_a_sound_checkpoint(tmp_path, crash_at):
     """FC-62: keep=1 never removes the only complete one, and `latest` never names an incomplete one."""
     _crash_between(tmp_path, crash_at)
-    found = list(sound_checkpoints(tmp_path))
+    found = [path.local for path, _ in sound_checkpoints(locate(tmp_path))]
     assert found
     latest = (tmp_path / "latest").read_text().strip()
     if (tmp_path / latest).exists():
-        assert tmp_path / latest in [path for _, path in found]
-    assert _resume(_Alone(), str(tmp_path), last=3)[0] in (1, 2)
+        assert tmp_path / latest in found
+    assert resume(Alone(), str(tmp_path), last=3)[0] in (1, 2)
 
 
 def test_pruning_counts_sound_checkpoints_only(two_checkpoints):
     """FC-62: an unfinished newer folder must not push out the good one."""
     (two_checkpoints / "step_0000003").mkdir()
-    prune(two_checkpoints, keep=1)
+    prune(locate(two_checkpoints), keep=1)
     assert sorted(path.name for path in two_checkpoints.iterdir()) == ["latest", "step_0000002", "step_0000003"]
 
 
 def _save_where_rank_1_sees_another_disk(me, root):
     trainer, world = make_trainer(me, make_config(TREES["llama"])), make_world(me)
     if me.rank == 1:
-        real = save._wait_for_folder
-        save._wait_for_folder = lambda path: real(Path(root) / "other" / path.name, patience_s=0.2)
+        real = save.wait_for_folder
+        save.wait_for_folder = lambda path: real(locate(Path(root) / "other" / path.name), patience_s=0.2)
     with pytest.raises(CheckpointError, match="must be on a file system that all nodes share"):
         save_checkpoint(Path(root) / "own", 1, state_pieces(trainer), {"num_updates": 0}, world, keep=0)
 

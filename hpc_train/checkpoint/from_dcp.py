@@ -1,0 +1,59 @@
+"""From a folder of torch.distributed.checkpoint to a checkpoint of ours, a box in memory at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hpc_train.checkpoint.find import MODEL_FILE, write_model_file
+from hpc_train.checkpoint.foreign_dcp import ForeignBox, read_box, read_index
+from hpc_train.checkpoint.hf_folder import Converted, as_dtype, renamed_when_done
+from hpc_train.checkpoint.location import Location
+from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, differences, few, model_tensors
+from hpc_train.checkpoint.save import write_alone
+from hpc_train.checkpoint.state import DeferredPiece
+from hpc_train.cluster.limits import require_free_bytes
+from hpc_train.errors import CheckpointError
+from hpc_train.log import say
+
+
+def import_dcp(source: Location, target: Path, dtype: str | None, spec: ModelSpec) -> Converted:
+    """A checkpoint of step 0, weights alone, from what `dcp.save({"model": ...})` wrote.
+
+    The names below `model` must be those of ours. What else is there is named and left out.
+    """
+    boxes, others = read_index(source)
+    weights = [box for box in boxes if box.name.startswith(MODEL_PREFIX)]
+    _require_model(source, weights, spec)
+    if left := sorted({box.name for box in boxes} - {box.name for box in weights}) + others:
+        say(f"left out, since it is no weight: {few(left, 5)}")
+    pieces = [_piece(source, box, dtype) for box in weights]
+    num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
+    require_free_bytes(target, num_bytes, "the checkpoint", CheckpointError)
+    origin = f"torch checkpoint {source.name}"
+    with renamed_when_done(target) as temporary:
+        write_alone(temporary, 0, pieces, {"origin": origin})
+        write_model_file(temporary / MODEL_FILE, spec, origin)
+    count = sum(piece.box.num_elements for piece in pieces)
+    types = tuple(sorted({str(piece.dtype).removeprefix("torch.") for piece in pieces}))
+    return Converted(target, "from torch's checkpoint", spec, count, num_bytes, types, ())
+
+
+def _require_model(source: Location, weights: list[ForeignBox], spec: ModelSpec) -> None:
+    wanted = {MODEL_PREFIX + name: shape for name, shape in model_tensors(spec).items()}
+    if faults := differences(wanted, {box.name: box.shape for box in weights}):
+        raise CheckpointError("\n  ".join([f"{source} holds another model than --config says:", *faults]))
+    for box in weights:
+        if str(box.dtype).removeprefix("torch.") not in STORED_TYPES:
+            raise CheckpointError(f"{source}: {box.name} is {box.dtype}; known are {', '.join(STORED_TYPES)}")
+
+
+def _piece(source: Location, box: ForeignBox, dtype: str | None) -> DeferredPiece:
+    kind = getattr(torch, dtype) if dtype else box.dtype
+    return DeferredPiece(box.name, box.shape, box.box, kind, partial(_read_as, source, box, kind))
+
+
+def _read_as(source: Location, box: ForeignBox, dtype: torch.dtype) -> torch.Tensor:
+    return as_dtype(read_box(source, box), dtype, box.name)

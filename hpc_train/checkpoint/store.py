@@ -1,0 +1,380 @@
+"""What checkpoints need of a file system, the same on a local one and on HDFS. Needs no torch.
+
+A `Backend` speaks to one kind of file system and fails in that one's own way. `Store` stands before it and adds what is
+alike for all: failures in words with their cure, bounded retries where waiting helps, renames that never replace, and a
+connection of its own in each process.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import warn
+
+T = TypeVar("T")
+Buffer = memoryview
+
+_BLOCK_BYTES = 8 << 20
+"""Of a text or a trial; assumed: large enough that calls cost nothing."""
+_SAY_EVERY_S = 30.0
+_JAVA_STACK = re.compile(r"(\n|\\n)(\t|\\t)at ")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or folder: its last name, size (0 for a folder) and time of last change, seconds since 1970."""
+
+    name: str
+    is_folder: bool
+    num_bytes: int
+    changed_at: float
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a call failed: in words, whether waiting may help, and what a person should do.
+
+    is_of_file: the store itself answers, and this file is damaged.
+    """
+
+    text: str
+    may_pass: bool
+    cure: str
+    is_of_file: bool = False
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to go on trying where waiting may help. The pause doubles from first_pause_s to longest_pause_s.
+
+    120 s (assumed): a name node of a large site is back from a fail-over in less, and a job's warning is often longer.
+    """
+
+    total_s: float = 120.0
+    first_pause_s: float = 0.2
+    longest_pause_s: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class StoreError(CheckpointError):
+    """A store did not do what was asked; `cause` says why."""
+
+    def __init__(self, message: str, cause: Cause | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether a store did not answer, so that nothing is known of what lies there."""
+    cause = error.cause if isinstance(error, StoreError) else None
+    return cause is not None and cause.may_pass and not cause.is_of_file
+
+
+class BackendReader(ABC):
+    """An open file."""
+
+    @abstractmethod
+    def read_into(self, start: int, buffer: Buffer) -> int:
+        """Fill the buffer with bytes from `start` on; how many there were before the file's end."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BackendWriter(ABC):
+    """A file that is being written from its beginning to its end."""
+
+    @abstractmethod
+    def write(self, data: Buffer) -> None:
+        """Take all of it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Return when the bytes survive the death of this process and, where the store can say so, of its node."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of a file that will not be used; raises nothing."""
+
+
+class Backend(ABC):
+    """One file system, by absolute paths. Raises its own exceptions, and Python's for what is missing or there already.
+
+    Nobody but `Store` calls it.
+    """
+
+    @abstractmethod
+    def entry(self, path: str) -> Entry | None: ...
+
+    @abstractmethod
+    def entries(self, path: str) -> list[Entry]: ...
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """With those above it; nothing happens where it is there."""
+
+    @abstractmethod
+    def rename(self, source: str, target: str) -> None:
+        """In one step. `Store` has seen that there is no target."""
+
+    @abstractmethod
+    def replace(self, source: str, target: str) -> None:
+        """A file in the place of another, in one step."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """A file, or a folder with all that is in it; nothing happens where it is missing."""
+
+    @abstractmethod
+    def open_read(self, path: str) -> BackendReader: ...
+
+    @abstractmethod
+    def create(self, path: str) -> BackendWriter:
+        """A new file; FileExistsError where there is one."""
+
+    @abstractmethod
+    def flush_folder(self, path: str) -> None:
+        """Make the names in a folder durable, where that has to be asked for."""
+
+    @abstractmethod
+    def free_bytes(self, path: str) -> int | None:
+        """What may still be written there; None where the store does not say."""
+
+    @abstractmethod
+    def cause(self, problem: Exception) -> Cause: ...
+
+
+class Store:
+    """A file system that checkpoints lie on. prefix: what stands before its paths in a URL; "" for the local one.
+
+    Raises FileNotFoundError and FileExistsError where a caller may go on from them, StoreError for all else.
+    """
+
+    def __init__(self, prefix: str, connect: Callable[[], Backend], patience: Patience | None = None) -> None:
+        self.prefix = prefix
+        self._connect = connect
+        self._patience = patience or Patience()
+        self._backend: Backend | None = None
+        self._pid = 0
+        self._inherited: list[Backend] = []
+        self._said_at: float | None = None
+
+    def url(self, path: str) -> str:
+        return self.prefix + path
+
+    def entry(self, path: str) -> Entry | None:
+        """A file or folder, or None where there is nothing."""
+        return self._call("look at", path, lambda backend: backend.entry(path))
+
+    def entries(self, path: str) -> list[Entry]:
+        """All that lies in a folder, by name. FileNotFoundError: there is no such folder."""
+        found = self._call("list", path, lambda backend: backend.entries(path))
+        return sorted(found, key=lambda entry: entry.name)
+
+    def make_folder(self, path: str) -> None:
+        self._call("make the folder", path, lambda backend: backend.make_folder(path))
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file or folder its other name in one step. What has that name already is never replaced or entered.
+
+        One process at a time may rename to a name.
+        """
+        is_asked = False
+
+        def call(backend: Backend) -> None:
+            nonlocal is_asked
+            if backend.entry(target) is not None:
+                if is_asked and backend.entry(source) is None:
+                    return  # done by an attempt whose answer was lost
+                raise StoreError(f"{self.url(source)} cannot be renamed: {self.url(target)} exists already")
+            is_asked = True
+            backend.rename(source, target)
+            # An old-style HDFS rename moves a folder into a folder that has appeared in the meantime.
+            inside = posixpath.join(target, posixpath.basename(source))
+            if backend.entry(target) is None or backend.entry(source) is not None or backend.entry(inside) is not None:
+                raise StoreError(
+                    f"{self.url(source)} was not renamed to {self.url(target)} as asked; is another run writing there?"
+                )
+
+        self._call("rename", source, call)
+
+    def replace(self, source: str, target: str) -> None:
+        """Put a file in the place of another."""
+        is_asked = False
+
+        def call(backend: Backend) -> None:
+            nonlocal is_asked
+            if is_asked and backend.entry(source) is None and backend.entry(target) is not None:
+                return
+            is_asked = True
+            backend.replace(source, target)
+
+        self._call("replace", target, call)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder and all in it; nothing happens where it is missing."""
+        self._call("remove", path, lambda backend: backend.remove(path))
+
+    def flush_folder(self, path: str) -> None:
+        self._call("flush", path, lambda backend: backend.flush_folder(path))
+
+    def free_bytes(self, path: str) -> int | None:
+        return self._call("ask for the space of", path, lambda backend: backend.free_bytes(path))
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Reader]:
+        """An open file. FileNotFoundError: there is none."""
+        reader = Reader(self, path)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Writer]:
+        """A new file, durable when the block ends well, given up when it does not. FileExistsError: there is one."""
+        writer = Writer(self, path)
+        try:
+            yield writer
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def read_text(self, path: str) -> str:
+        parts, start = [], 0
+        with self.reading(path) as reader:
+            while True:
+                block = bytearray(_BLOCK_BYTES)
+                count = reader.read_into(start, memoryview(block))
+                parts.append(bytes(block[:count]))
+                start += count
+                if count < _BLOCK_BYTES:
+                    return b"".join(parts).decode()
+
+    def write_text(self, path: str, text: str) -> None:
+        """Write a new file whole. FileExistsError: there is one."""
+        with self.writing(path) as writer:
+            writer.write(memoryview(text.encode()))
+
+    # For Reader and Writer below.
+
+    def backend(self) -> Backend:
+        """The connection of this process: one from before a fork hangs in the child, so it is left and never used."""
+        if self._backend is None or self._pid != os.getpid():
+            if self._backend is not None:
+                self._inherited.append(self._backend)  # kept: to end it would touch the parent's
+            self._pid = os.getpid()
+            self._backend = self._connected()
+        return self._backend
+
+    def _connected(self) -> Backend:
+        self._backend = None
+        try:
+            return self._connect()
+        except HpcTrainError:
+            raise
+        except Exception as problem:
+            raise StoreError(f"cannot use {self.prefix}: {type(problem).__name__}: {problem}") from problem
+
+    def failure(self, what: str, path: str, problem: Exception, cause: Cause, waited_s: float = 0.0) -> StoreError:
+        waited = f" (tried for {waited_s:.0f} s)" if waited_s >= 1 else ""
+        told = _JAVA_STACK.split(f"{type(problem).__name__}: {problem}")[0].strip().replace("\n", " ")
+        return StoreError(f"cannot {what} {self.url(path)}{waited}: {cause.text}. {cause.cure} [{told}]", cause)
+
+    def _say_waiting(self, what: str, path: str, cause: Cause) -> None:
+        now = self._patience.clock()
+        if self._said_at is None or now - self._said_at > _SAY_EVERY_S:
+            self._said_at = now
+            warn(f"cannot {what} {self.url(path)} yet: {cause.text}; trying for up to {self._patience.total_s:.0f} s")
+
+    def call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
+        return self._call(what, path, ask)
+
+    def _call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
+        """Ask, again and again where waiting may help, until it works or patience ends."""
+        patience = self._patience
+        start, pause_s = patience.clock(), patience.first_pause_s
+        while True:
+            backend = self.backend()
+            try:
+                return ask(backend)
+            except (FileNotFoundError, FileExistsError, StoreError):
+                raise
+            except Exception as problem:
+                cause, waited_s = backend.cause(problem), patience.clock() - start
+                if not cause.may_pass or waited_s + pause_s > patience.total_s:
+                    raise self.failure(what, path, problem, cause, waited_s) from problem
+            self._say_waiting(what, path, cause)
+            patience.sleep(pause_s)
+            pause_s = min(2 * pause_s, patience.longest_pause_s)
+
+
+class Reader:
+    """An open file; opened anew where a read fails in a way that may pass, such as a stale handle (FC-74)."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path = store, path
+        self._open: BackendReader | None = store.call("open", path, lambda backend: backend.open_read(path))
+
+    def read_into(self, start: int, buffer: Buffer) -> int:
+        """Fill the buffer from `start` on; how many bytes there were before the end."""
+
+        def ask(backend: Backend) -> int:
+            if self._open is None:
+                self._open = backend.open_read(self._path)
+            try:
+                return self._open.read_into(start, buffer)
+            except Exception:
+                self.close()
+                raise
+
+        return self._store.call("read", self._path, ask)
+
+    def close(self) -> None:
+        if self._open is not None:
+            with suppress(Exception):
+                self._open.close()  # nothing was written
+            self._open = None
+
+
+class Writer:
+    """A file that is being written. A failed write is not tried again: nobody knows what of it arrived."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path = store, path
+        is_asked = False
+
+        def ask(backend: Backend) -> BackendWriter:
+            nonlocal is_asked
+            if is_asked and (found := backend.entry(path)) is not None and found.num_bytes == 0:
+                backend.remove(path)  # made by an attempt whose answer was lost
+            is_asked = True
+            return backend.create(path)
+
+        self._open: Any = store.call("create", path, ask)
+
+    def write(self, data: Buffer) -> None:
+        self._attempt("write", lambda: self._open.write(data))
+
+    def close(self) -> None:
+        self._attempt("finish", self._open.close)
+
+    def abandon(self) -> None:
+        self._open.abandon()
+
+    def _attempt(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as problem:
+            raise self._store.failure(what, self._path, problem, self._store.backend().cause(problem)) from problem

@@ -1,0 +1,28 @@
+"""A save that is killed at any moment leaves the newest complete checkpoint, exact to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import plain_state
+from tests.checkpoint.kills import kill_in_saves
+from tests.checkpoint.plain_state import Alone
+
+ELEMENTS = 2 << 20
+
+
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(3, id="short"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
+def test_killed_ranks_leave_the_newest_complete_checkpoint(tmp_path: Path, times: int) -> None:
+    """FC-19, FC-62: with keep=2, 8 MiB of state and two ranks, one of which dies first."""
+    found = kill_in_saves(str(tmp_path), times, seed=times, num_elements=ELEMENTS, world_size=2)
+    print(f"{times} kills, {len(set(found))} of them after a further complete save, the newest at step {found[-1]}")
+    assert found[-1] > 0
+    plain_state.save(Alone(), tmp_path, found[-1] + 1, ELEMENTS, keep=2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left[0] == "latest" and len(left) <= 3
+    assert plain_state.load(Alone(), tmp_path, ELEMENTS) == found[-1] + 1

@@ -1,0 +1,247 @@
+"""Checkpoints on a real HDFS, whose servers are killed, filled and locked under them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.checkpoint import command
+from hpc_train.checkpoint.folder import steps_newest_first
+from hpc_train.checkpoint.location import Location, locate
+from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.run_location import CLAIM_FILE, open_location, run_location
+from hpc_train.checkpoint.store import Patience, StoreError
+from hpc_train.errors import CheckpointError
+from tests.checkpoint import plain_state
+from tests.checkpoint.kills import kill_in_saves
+from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.runs import resume, train_and_save
+from tests.checkpoint.store_contract import StoreContract
+from tests.ranks import run_ranks
+from tests.services.hdfs import HdfsCluster
+from tests.worlds import make_world, single_world
+
+pytestmark = [pytest.mark.hdfs, pytest.mark.timeout(180)]
+
+MIB = 1 << 20
+ELEMENTS = 2 * MIB
+"""8 MiB of state: blocks are of 4 MiB, so that a save has several."""
+SHORT = Patience(total_s=1.5)
+
+
+@pytest.fixture
+def folder(hdfs: HdfsCluster, request: pytest.FixtureRequest) -> Iterator[Location]:
+    """A new folder, gone afterwards."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in request.node.name)[:60]
+    place = locate(f"{hdfs.url}/tests/{name}-{os.getpid()}")
+    place.make_folder()
+    yield place
+    place.remove()
+
+
+class TestNative(StoreContract):
+    """Through hdfs-native."""
+
+
+class TestWeb(StoreContract):
+    """Over HTTP."""
+
+    names = StoreContract.names[:-1]
+
+    @pytest.fixture
+    def folder(self, hdfs: HdfsCluster, folder: Location) -> Location:
+        return locate(f"webhdfs://{hdfs.http_address}{folder.path}")
+
+    def test_names_that_would_go_astray_are_refused(self, folder: Location) -> None:
+        for name in ("a+b", "a%20b"):
+            with pytest.raises(StoreError, match="go astray"):
+                (folder / name).write_text("x")
+        assert folder.entries() == []
+
+
+def _steps(root: Location) -> list[int]:
+    return [step for step, _ in steps_newest_first(root)]
+
+
+def _hidden(root: Location) -> list[str]:
+    return [entry.name for entry in root.entries() if entry.name.startswith(".")]
+
+
+# Whole runs
+
+
+def test_a_run_resumed_through_hdfs_equals_one_left_alone_bit_for_bit(folder: Location) -> None:
+    straight = run_ranks(train_and_save, 2, str(folder), [2])
+    resumed = run_ranks(resume, 2, str(folder))
+    for (losses, weights), (step, later, again) in zip(straight, resumed, strict=True):
+        assert (step, later) == (2, losses[2:])
+        assert torch.equal(weights, again)
+    assert [entry.name for entry in folder.entries()] == ["latest", "step_0000002"]
+
+
+def test_damage_on_hdfs_leads_to_the_older_checkpoint_and_is_kept(
+    folder: Location, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        run_ranks(plain_state.save, 2, str(folder), step, ELEMENTS)
+    (folder / "step_0000003" / MANIFEST_FILE).remove()
+    damaged = folder / "step_0000002" / "__1_0.distcp"
+    (box,) = (box for box in read_manifest(damaged.parent).tensors["model.first"].boxes if box.file == damaged.name)
+    data = bytearray(read_manifest(damaged.parent).files[damaged.name])
+    with damaged.reading() as reader:
+        reader.read_into(0, memoryview(data))
+    data[box.start + 77] ^= 1
+    damaged.remove()
+    with damaged.writing() as file:
+        file.write(memoryview(data))
+    assert run_ranks(plain_state.load, 2, str(folder), ELEMENTS) == [1, 1]
+    assert _steps(folder) == [3, 2, 1]
+    assert command.verify_command(Namespace(path=str(folder), all=True)) == 5
+    told = capsys.readouterr().out
+    assert "step_0000003: damaged" in told and "step_0000002: damaged" in told and "step_0000001: sound" in told
+    assert command.ls_command(Namespace(run=str(folder), json=True)) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(item["step"], item["problem"] is None) for item in listed] == [(1, True), (2, True), (3, False)]
+    assert listed[1]["path"] == f"{folder}/step_0000002"
+
+
+def _open(me, folder, run_dir):
+    root = run_location(folder, Path(run_dir))
+    open_location(root, Path(run_dir), MIB, make_world(me))
+    return str(root)
+
+
+def test_each_run_has_a_folder_of_its_own_and_another_one_is_refused(folder: Location, tmp_path: Path) -> None:
+    first, second = tmp_path / "here" / "llama" / "7", tmp_path / "there" / "llama" / "7"
+    for run_dir in (first, second):
+        run_dir.mkdir(parents=True)
+    assert run_ranks(_open, 2, str(folder), str(first)) == [f"{folder}/llama/7"] * 2
+    assert run_ranks(_open, 2, str(folder), str(first)) == [f"{folder}/llama/7"] * 2
+    assert [entry.name for entry in (folder / "llama" / "7").entries()] == [CLAIM_FILE]
+    with pytest.raises(CheckpointError, match=f"holds the checkpoints of the run {first}, not of {second}"):
+        run_ranks(_open, 2, str(folder), str(second))
+    with pytest.raises(CheckpointError, match=f"this run's checkpoints are in {folder}/llama/7"):
+        open_location(run_location(None, first), first, MIB, single_world())
+
+
+def test_without_permission_a_run_stops_before_its_first_step(folder: Location, tmp_path: Path) -> None:
+    run_dir = tmp_path / "llama" / "7"
+    run_dir.mkdir(parents=True)
+    for url in (str(folder), f"{folder}/deeper"):
+        with pytest.raises(CheckpointError, match=r"no permission.*user=stranger"):
+            run_ranks(_open, 2, url, str(run_dir), env={"HADOOP_USER_NAME": "stranger"})
+
+
+# Servers that fail
+
+
+class _Slow:
+    """Runs something in a thread while a test does something to the servers."""
+
+    def __init__(self, act) -> None:
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                act()
+            except BaseException as problem:
+                self.error = problem
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+
+def test_safe_mode_is_waited_for_and_named(hdfs: HdfsCluster, folder: Location) -> None:
+    plain_state.save(Alone(), folder, 1, ELEMENTS)
+    hdfs.admin("-safemode", "enter")
+    try:
+        impatient = locate(str(folder), SHORT)
+        with pytest.raises(CheckpointError, match=r"safe mode.*Wait, or tell the site"):
+            plain_state.save(Alone(), impatient, 2, ELEMENTS)
+        assert plain_state.load(Alone(), impatient, ELEMENTS) == 1
+        waiting = _Slow(lambda: plain_state.save(Alone(), folder, 2, ELEMENTS))
+        time.sleep(0.5)
+    finally:
+        hdfs.admin("-safemode", "leave")
+    waiting.join()
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 2
+    assert _hidden(folder) == []
+
+
+def test_a_spent_quota_keeps_the_old_checkpoint_and_leaves_nothing_half(hdfs: HdfsCluster, folder: Location) -> None:
+    """FC-64 on HDFS: the space quota ends in the middle of a save."""
+    run_ranks(plain_state.save, 2, str(folder), 1, ELEMENTS)
+    # Two copies of 8 MiB are there; a third of the next save fits.
+    hdfs.admin("-setSpaceQuota", str(30 * MIB), folder.path)
+    with pytest.raises(CheckpointError, match="the space quota is used up"):
+        run_ranks(plain_state.save, 2, str(folder), 2, ELEMENTS)
+    assert (_steps(folder), _hidden(folder)) == ([1], [])
+    hdfs.admin("-clrSpaceQuota", folder.path)
+    run_ranks(plain_state.save, 2, str(folder), 2, ELEMENTS)
+    assert run_ranks(plain_state.load, 2, str(folder), ELEMENTS) == [2, 2]
+
+
+def test_a_data_node_killed_in_the_middle_of_a_file(hdfs: HdfsCluster, folder: Location) -> None:
+    """Whatever the client makes of it: a file that was finished is whole, and the save before it stands."""
+    plain_state.save(Alone(), folder, 1, ELEMENTS)
+    data = os.urandom(MIB)
+    finished = False
+    try:
+        try:
+            with (folder / "file").writing() as file:
+                for number in range(24):
+                    file.write(memoryview(data))
+                    if number == 5:
+                        hdfs.kill_data_node(0)
+            finished = True
+        except StoreError:
+            pass
+        if finished:
+            buffer = bytearray(24 * MIB)
+            with (folder / "file").reading() as reader:
+                assert reader.read_into(0, memoryview(buffer)) == 24 * MIB
+            assert bytes(buffer) == 24 * data
+        # One data node is left: reads come from it, whatever they try first.
+        assert plain_state.load(Alone(), folder, ELEMENTS) == 1
+    finally:
+        hdfs.start_data_node(0)
+        hdfs.wait_for_data_nodes()
+    plain_state.save(Alone(), folder, 2, ELEMENTS)
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 2
+
+
+def test_a_name_node_that_comes_back_is_waited_for(hdfs: HdfsCluster, folder: Location) -> None:
+    plain_state.save(Alone(), folder, 1, ELEMENTS)
+    hdfs.kill_name_node()
+    try:
+        with pytest.raises(CheckpointError, match="does not answer"):
+            plain_state.load(Alone(), locate(str(folder), SHORT), ELEMENTS)
+        waiting = _Slow(lambda: plain_state.save(Alone(), folder, 2, ELEMENTS))
+    finally:
+        hdfs.start_name_node()
+        hdfs.wait_for_data_nodes()
+    waiting.join()
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 2
+
+
+def test_a_kill_at_any_moment_leaves_the_newest_complete_one(folder: Location) -> None:
+    """FC-19, FC-69: what a killed writer left is never taken for whole, nor in the way of the next one."""
+    found = kill_in_saves(str(folder), 3, seed=1, num_elements=ELEMENTS, world_size=2)
+    assert found[-1] > 0
+    plain_state.save(Alone(), folder, found[-1] + 1, ELEMENTS, keep=2)
+    assert plain_state.load(Alone(), folder, ELEMENTS) == found[-1] + 1
+    assert _hidden(folder) == [] and len(_steps(folder)) <= 2
