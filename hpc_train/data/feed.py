@@ -44,6 +44,15 @@ class Feed:
     def has_heldout(self) -> bool:
         return self._source.has_heldout
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether the node agent reads for this rank."""
+        return isinstance(self._source, AgentBatches)
+
+    def leave_agent(self, why: str) -> None:
+        """Read by oneself from here on, before any step. Raises DataError where data.reader=agent."""
+        self._change_source(AgentGone(why))
+
     def micro_batches(self, number: int) -> Iterator[Batch]:
         """This rank's micro-batches of the next step, which has this number; waits at the first one.
 

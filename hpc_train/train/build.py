@@ -139,7 +139,18 @@ def _open_data(config: Config, mesh: Mesh, world: World) -> Feed:
         error = problem
     world.agree(error)
     assert feed is not None
+    agree_on_reader(feed, world)
     return feed
+
+
+def agree_on_reader(feed: Feed, world: World) -> None:
+    """Have the agent read for all ranks of a node or for none: it waits for all. Collective over all ranks.
+
+    Where it comes up at the last moment, some of them may have given it up already.
+    """
+    readers = world.control.all_gather([world.node_rank, feed.has_agent])
+    if feed.has_agent and [world.node_rank, False] in readers:
+        feed.leave_agent("other ranks of this node have found no node agent")
 
 
 def _agent_address(env: Mapping[str, str], session: str) -> AgentAddress | None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,26 @@ def test_an_agent_that_comes_up_late_is_waited_for(prefix: str) -> None:
     feed.close()
     done.set()
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("readers", "stays"), [([[0, True], [0, True], [1, False]], True), ([[0, True], [0, False]], False)]
+)
+def test_the_agent_reads_for_all_ranks_of_a_node_or_for_none(
+    prefix: str, readers: list[list[Any]], stays: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for all of them: a rank that gave it up while it came up would leave the others waiting."""
+    from hpc_train.train.build import agree_on_reader
+
+    data, train = configs([prefix])
+    world: Any = SimpleNamespace(node_rank=0, control=SimpleNamespace(all_gather=lambda value: readers))
+    with served([DataService(lambda line: None)]) as agent:
+        feed = open_feed(data, train, vocab_size=VOCAB, place=ONLY, agent=AgentAddress(agent.key, NODE, "s"))
+        agree_on_reader(feed, world)
+        assert feed.has_agent == stays
+        assert take(feed, 1) == expected_of(prefix, 6)[0]
+        feed.close()
+    assert ("other ranks of this node have found no node agent" in capsys.readouterr().err) == (not stays)
 
 
 def test_ending_does_not_wait_for_a_step_that_nobody_gives(prefix: str) -> None:
