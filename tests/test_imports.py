@@ -239,6 +239,13 @@ def test_help_imports_neither_pydantic_nor_numpy(command: list[str]) -> None:
     assert "usage: hpc-train" in _python(code, *command, "--help")
 
 
+def test_the_node_agent_has_no_more_than_it_needs() -> None:
+    """It stands beside the ranks for as long as they run."""
+    modules = "import sys, hpc_train.node_agent, hpc_train.data.node_reader"
+    _python(f"{modules}\nassert 'numpy' not in sys.modules")
+    _python(f"{modules}, hpc_train.data.node_steps\nassert not {{'pydantic', 'yaml', 'torch'}} & set(sys.modules)")
+
+
 def test_importing_the_package_does_no_work() -> None:
     loaded = "sorted({'pydantic', 'numpy', 'torch', 'yaml', 'mpi4py', 'argparse'} & set(sys.modules))"
     code = f"import sys\nimport hpc_train\nprint(hpc_train.__version__, {loaded})"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config import DataConfig, SourceConfig
 from hpc_train.data.blend import SourceIdentity
 from hpc_train.data.index import TokenFile, bin_path, index_path, loss_mask_prefix, sidecar_path
 from hpc_train.data.sidecar import Sidecar, read_sidecar, sha256_of_file
 from hpc_train.errors import DataError
+
+if TYPE_CHECKING:
+    from hpc_train.config import DataConfig, SourceConfig
 
 # Without a sidecar a dataset up to this size is read once at the start to find its largest id (assumed: some
 # seconds); a larger one is checked row by row as it is read.

@@ -228,7 +228,7 @@ class Session:
         """The reading thread."""
         begin = time.monotonic()
         try:
-            from hpc_train.data.node_steps import NodeSteps  # NumPy and pydantic, which other agents never need
+            from hpc_train.data.node_steps import NodeSteps  # NumPy, which other agents never need
 
             reader = NodeSteps(self._spec)
         except Exception as problem:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.blend import Blend, RowRef
 from hpc_train.data.datasets import OpenSource, Sources, open_sources
 from hpc_train.data.packing import Packing
 from hpc_train.plan.batch import BatchPlan, check_batch_sizes, plan_batch_static
+
+if TYPE_CHECKING:
+    from hpc_train.config import DataConfig, TrainConfig
 
 # The same held-out rows whatever the seed of the run.
 _HELDOUT_SEED = 0
