@@ -24,6 +24,11 @@ hypothesis.settings.register_profile("hpc_train", deadline=None, print_blob=True
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("hpc_train"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "hpc_train")
 
+# Under nohup or in a shell's background these are ignored, and so by every process that a test starts to send them to.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 
 # Services: each answers with a reason why it cannot be used here, or None.
 
