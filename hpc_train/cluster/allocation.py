@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from hpc_train.cluster.devices import gres_total, parse_gres
-from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.hostlist import expand_hostlist, hosts_of_setting
 from hpc_train.cluster.slurm import JobFacts
 from hpc_train.errors import LaunchError
 
@@ -80,9 +80,10 @@ def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
     Its ranks are those of the nodes that are left.
 
     Raises:
+        ConfigError: the list is none.
         LaunchError: no node is left, or how many ranks go with the nodes is not known.
     """
-    gone = set(expand_hostlist(excluded)) if excluded else set()
+    gone = set(hosts_of_setting("fabric.exclude", excluded))
     kept = [index for index, node in enumerate(job.nodes) if node not in gone]
     if len(kept) == job.num_nodes:
         return job

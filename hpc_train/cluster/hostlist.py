@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from hpc_train.errors import LaunchError
+from hpc_train.errors import ConfigError, LaunchError
 
 # cited: MAX_RANGE of Slurm 22.05; `scontrol show hostnames n[1-65537]` is rejected.
 MAX_RANGE = 65536
@@ -34,6 +34,18 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
     if not hosts:
         raise LaunchError(f"The host list {text!r} names no host. Give names such as n[1-4] or n1,n2.")
     return tuple(hosts)
+
+
+def hosts_of_setting(name: str, text: str | None) -> tuple[str, ...]:
+    """The hosts of a list that the user gave; none where it was left out. name: of the option or setting.
+
+    Raises:
+        ConfigError: It is no host list.
+    """
+    try:
+        return expand_hostlist(text) if text else ()
+    except LaunchError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def compress_hostlist(hosts: Iterable[str]) -> str:

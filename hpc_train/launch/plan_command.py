@@ -14,11 +14,11 @@ from hpc_train.cluster.allocation import Allocation, allocation_from_job, job_wi
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.fabric_find import FoundFabric, find_fabric
-from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.hostlist import hosts_of_setting
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import find_situation
 from hpc_train.config import Config, FabricConfig, load_config
-from hpc_train.errors import ConfigError, LaunchError
+from hpc_train.errors import ConfigError
 from hpc_train.launch.checks import check_sizes
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.fabric_step import fabric_of_run
@@ -67,7 +67,7 @@ def _checked_order(order: str | None) -> str | None:
 def _find_nodes(options: Namespace, config: Config, env: Mapping[str, str]) -> tuple[Allocation, FoundFabric]:
     """The nodes to plan for: those that are asked for, else the job's, else those of the fabric that the mesh needs."""
     source = options.fabric or config.fabric.source
-    excluded = set(_hosts("fabric.exclude", config.fabric.exclude))
+    excluded = set(hosts_of_setting("fabric.exclude", config.fabric.exclude))
     if options.num_nodes is None and options.nodelist is None:
         job = find_job(env, find_situation(env, own_process()))
         if job is not None:
@@ -75,7 +75,7 @@ def _find_nodes(options: Namespace, config: Config, env: Mapping[str, str]) -> t
             allocation = allocation_from_job(job, None, options.ranks_per_node)
             settings = config.fabric.model_copy(update={"source": source})
             return allocation, fabric_of_run(settings, allocation, env, is_in_job=True)
-    asked = _hosts("--nodelist", options.nodelist) or None
+    asked = hosts_of_setting("--nodelist", options.nodelist) or None
     twice = [node for node, count in Counter(asked or ()).items() if count > 1]
     if twice:
         raise ConfigError(f"--nodelist {options.nodelist} has {', '.join(twice[:4])} more than once; name a node once")
@@ -91,18 +91,6 @@ def _find_nodes(options: Namespace, config: Config, env: Mapping[str, str]) -> t
         note = f"fabric.exclude names {', '.join(sorted(strange)[:4])}, which the plan has not anyway"
         found = replace(found, notes=(*found.notes, note))
     return _allocation(names, options.ranks_per_node, found.fabric), found
-
-
-def _hosts(name: str, text: str | None) -> tuple[str, ...]:
-    """Names of nodes from an option or a setting.
-
-    Raises:
-        ConfigError: it is no host list.
-    """
-    try:
-        return expand_hostlist(text) if text else ()
-    except LaunchError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def _chosen_nodes(options: Namespace, config: Config, fabric: Fabric | None, excluded: set[str]) -> Sequence[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_train.cluster.allocation import allocation_from_job, allocation_local, gpus_from_scontrol, job_without
 from hpc_train.cluster.slurm import JobFacts, read_job
-from hpc_train.errors import LaunchError
+from hpc_train.errors import ConfigError, LaunchError
 from tests.cluster.recorded import DATA, recorded
 
 RECORDED = recorded()
@@ -73,6 +73,8 @@ def test_excluded_nodes_take_their_ranks_and_gpus_with_them() -> None:
 
 
 def test_exclusions_that_leave_nothing_or_an_unknown_number_of_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fabric.exclude: The host list 'n\[1-' cannot be read"):
+        job_without(plain_job(), "n[1-")
     with pytest.raises(LaunchError, match=r"fabric.exclude=n\[1-4\] leaves none of the job's 4 nodes"):
         job_without(plain_job(), "n[1-4]")
     with pytest.raises(LaunchError, match=r"how many of the 9 ranks go with them is not known. Give their number"):

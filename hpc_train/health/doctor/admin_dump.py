@@ -14,7 +14,7 @@ from hpc_train.cluster.devices import gres_total, parse_gres
 from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.fabric_infiniband import read_ibnetdiscover
 from hpc_train.cluster.fabric_write import write_fabric_file
-from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.hostlist import hosts_of_setting
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.health.doctor.answers import ask, last_line
 
@@ -43,7 +43,7 @@ def admin_dump(path: str, env: Mapping[str, str], cards: str | None = None) -> F
         advice = "" if os.geteuid() == 0 else ". Mostly only root may ask the subnet: try with sudo"
         raise LaunchError(f"ibnetdiscover fails: {last_line(answer.err) or f'exit code {answer.code}'}{advice}")
     gpus = slurm_nodes(env)
-    names = () if cards is None else expand_hostlist(cards)
+    names = hosts_of_setting("--cards", cards)
     fabric = read_ibnetdiscover(answer.out, "ibnetdiscover", nodes=list(gpus) or None, cards=names)
     fabric = replace(
         fabric, nodes={name: replace(node, num_gpus=gpus.get(name)) for name, node in fabric.nodes.items()}
