@@ -60,7 +60,9 @@ def send_message(connection: socket.socket, message: Mapping[str, Any], descript
     """Send a whole message on a blocking socket; the descriptors stay this process's own as well."""
     view = memoryview(encode(message, len(descriptors)))
     sent = send_some(connection, view, descriptors)
-    connection.sendall(view[sent:])
+    # The other end may have answered and closed by now: sending nothing more would be an error then.
+    if sent < len(view):
+        connection.sendall(view[sent:])
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,20 @@ def test_each_message_has_the_descriptors_that_were_sent_with_it(counts: list[in
     assert len(os.listdir("/proc/self/fd")) == before
     ours.close()
     theirs.close()
+
+
+def test_an_end_that_closes_with_the_last_byte_has_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is told to stop is gone before the sender's next call, which must not be made then."""
+    ours, theirs = socket.socketpair()
+
+    def send_and_lose_the_other_end(connection: socket.socket, line: memoryview, descriptors: Sequence[int]) -> int:
+        sent = send_some(connection, line, descriptors)
+        theirs.close()
+        return sent
+
+    monkeypatch.setattr("hpc_train.cluster.agent_wire.send_some", send_and_lose_the_other_end)
+    with ours:
+        send_message(ours, {"say": "stop"})
 
 
 def test_descriptors_that_were_promised_and_did_not_come_are_an_error() -> None:
