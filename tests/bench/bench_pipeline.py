@@ -54,7 +54,7 @@ def _stage_module(model: Mapping[str, object], layers: range) -> Any:
     return Stage()
 
 
-def _pipelining(me: TestRank, num_micro_batches: int, model: Mapping[str, object], parts: Sequence[range]) -> Peer:
+def pipelining_peer(me: TestRank, num_micro_batches: int, model: Mapping[str, object], parts: Sequence[range]) -> Peer:
     """parts: the layers of every (virtual) stage, of which this rank has each me.world_size-th."""
     import torch
     import torch.distributed as dist
@@ -111,8 +111,8 @@ def _measure(
     by_number = split_layers([1] * int(str(model["num_layers"])), 0, 0, len(by_cost))
     peers = {
         "hpc_train": our_peer(our_trainer(me, parallel, model)),
-        "pipelining": _pipelining(me, num_micro_batches, model, by_number),
-        "pipelining_by_cost": _pipelining(me, num_micro_batches, model, by_cost),
+        "pipelining": pipelining_peer(me, num_micro_batches, model, by_number),
+        "pipelining_by_cost": pipelining_peer(me, num_micro_batches, model, by_cost),
     }
     if virtual_stages == 1:
         peers["hpc_train_zero_bubble"] = our_peer(our_trainer(me, {**parallel, "schedule": "zero_bubble"}, model))

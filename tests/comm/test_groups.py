@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from hpc_train.comm import groups as comm_groups
 from hpc_train.comm import torch_groups
 from hpc_train.comm.collectives import Group
+from hpc_train.comm.control import TorchControl
 from hpc_train.comm.group_store import GroupStore
 from hpc_train.comm.groups import build_groups
 from hpc_train.errors import CollectiveError, LaunchError
@@ -163,11 +164,13 @@ def test_a_different_plan_on_one_rank_is_refused_on_all_before_the_first_group(s
 
 
 def _again(me: TestRank, port: int) -> list[float]:
-    """Groups of some ranks only, groups of torch's own beside ours, then all of it once more."""
+    """Groups of some ranks only, groups of torch's own beside ours, then all of it once more, on a second channel."""
     world = _join(me, port)
-    sums = []
+    sums, made = [], []
     for _ in range(2):
         groups = build_groups(world, GroupPlan(Mesh(pp=3, dp=1, cp=1, tp=2)))
+        made.append(groups)
+        world = dataclasses.replace(world, control=TorchControl(me.rank, me.world_size, "cpu"))
         own = dist.new_group(sorted([me.rank, (me.rank + 3) % 6]), use_local_synchronization=True)
         total = torch.tensor([float(me.rank)])
         dist.all_reduce(total, group=own)
@@ -176,7 +179,8 @@ def _again(me: TestRank, port: int) -> list[float]:
             if handle is not None:
                 dist.all_reduce(total, group=handle)
         sums.append(float(total))
-        world.control.barrier()  # gloo aborts the peers of a rank that leaves while they still receive
+    world.control.barrier()  # gloo aborts the peers of a rank that leaves while they still receive
+    for groups in made:
         groups.close()
     return sums
 
