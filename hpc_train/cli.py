@@ -6,11 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hpc_train import __version__
 from hpc_train.errors import ExitCode, HpcTrainError
 from hpc_train.launch.arguments import add_launch_parsers
 from hpc_train.launch.interactive_arguments import add_interactive_parsers
+
+if TYPE_CHECKING:
+    from hpc_train.config import Config
 
 EXAMPLES = """\
 examples:
@@ -155,7 +159,18 @@ def _exec(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from hpc_train.launch.plan_command import plan_command
 
-    return plan_command(options)
+    if options.batch is not None:
+        from hpc_train.cluster.scratch import use_private_caches
+
+        if note := use_private_caches():
+            print(f"hpc-train: warning: {note}", file=sys.stderr)
+    return plan_command(options, _lengths_of_step)
+
+
+def _lengths_of_step(config: Config, step: int) -> list[int]:
+    from hpc_train.data.steps import lengths_of_step
+
+    return lengths_of_step(config, step)
 
 
 def _status(options: argparse.Namespace) -> int:

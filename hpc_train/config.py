@@ -116,13 +116,28 @@ class ModelConfig(Section):
         return self
 
 
+class HdpConfig(Section):
+    """Hybrid data parallelism: sequences are whole documents, and each takes as many ranks of the dp axis as it needs.
+
+    data.seq_len is then the longest sequence, and a step has at most train.global_batch_size times as many tokens.
+    planner: who gets what; static: rings of one size for all, the baseline. capacity_tokens: of a rank's micro-batch.
+    profile: a file of costs; left out, they are derived from the model's operations. offload: activations of long
+    sequences may leave the device as far as copies hide.
+    """
+
+    planner: Literal["static", "naive", "balanced"] = "balanced"
+    capacity_tokens: Positive
+    profile: str | None = None
+    offload: bool = False
+
+
 class ParallelConfig(Section):
     """Degrees of the axes; dp left out is what the world size leaves over.
 
     layers_per_stage: of each (virtual) stage in the model's order; left out, layers are split by cost. virtual_stages:
     model_chunks a stage, in turn. schedule: zero_bubble does weight gradients when a stage would idle. overlap: data
     parallel's communication beside compute. gradient_wire: type of its gradients on their way, summed in fp32.
-    tp_tiles: pieces in which transfers of tp run beside the matrix products before or behind them.
+    tp_tiles: pieces in which transfers of tp run beside the matrix products before or behind them. hdp: see there.
     """
 
     pp: Positive = 1
@@ -136,6 +151,7 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
     overlap: bool = True
     gradient_wire: Literal["fp32", "bf16"] = "fp32"
+    hdp: HdpConfig | None = None
 
     @model_validator(mode="after")
     def _no_cp_so_far(self) -> ParallelConfig:
@@ -352,6 +368,15 @@ class Config(Section):
             raise ValueError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
                 f"train.micro_batch_size={self.train.micro_batch_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches_by_tokens(self) -> Config:
+        if self.parallel.hdp is not None and self.train.micro_batch_size != 1:
+            raise ValueError(
+                f"train.micro_batch_size={self.train.micro_batch_size} has no effect with parallel.hdp, whose "
+                "micro-batches have up to capacity_tokens; leave it out"
             )
         return self
 

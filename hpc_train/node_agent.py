@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hpc_train.cluster.agent_service import Service
+from hpc_train.cluster.scratch import use_private_caches
 from hpc_train.health.agent import run_agent
 
 
@@ -17,4 +18,6 @@ def services(log: Callable[[str], None]) -> Sequence[Service]:
 
 
 if __name__ == "__main__":
+    if note := use_private_caches():
+        print(note, file=sys.stderr)
     sys.exit(run_agent(services, sys.argv[1:]))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.cluster.agent_address import AgentConnection, AgentGone
 from hpc_train.cluster.memory_segment import Segment
-from hpc_train.data.batch_source import BatchSource
-from hpc_train.data.loader import Batch, make_batch
+from hpc_train.data.batch_source import Batches, BatchSource, Taken
+from hpc_train.data.loader import make_batch
+from hpc_train.data.pieces import PiecePart, make_piece_batch
 from hpc_train.data.rows import Part
 from hpc_train.errors import CheckpointError, ConfigError, DataError, HpcTrainError
 
 _PAUSE_S = 0.1
+P = TypeVar("P")
+M = TypeVar("M")
 _ERRORS: Mapping[str, type[HpcTrainError]] = {
     error.__name__: error for error in (ConfigError, DataError, CheckpointError)
 }
@@ -63,6 +69,7 @@ class AgentBatches(BatchSource):
             ConfigError, DataError: the datasets cannot be used.
         """
         self._connection = _connect(address, patience_s)
+        self._place, self._has_pieces = place.dp_rank, spec["batches"] is not None
         self._evaluation = 0
         request = {
             "say": "data.open",
@@ -92,20 +99,29 @@ class AgentBatches(BatchSource):
         self._state = answer["state"]
         return [str(change) for change in answer["changes"]]
 
-    def step(self, number: int) -> tuple[list[Batch], dict[str, Any]]:
+    def step(self, number: int) -> Taken:
         answer, segment = self._ask({"say": "data.step", "number": number})
-        return _batches(answer, segment), answer["state"]
+        return Taken(self._batches(answer, segment), answer["state"], bytes.fromhex(answer["plan"]))
 
     def begin_evaluation(self) -> None:
         self._evaluation += 1
 
-    def heldout_step(self, number: int) -> list[Batch] | None:
+    def heldout_step(self, number: int) -> Batches | None:
         message = {"say": "data.heldout", "evaluation": self._evaluation, "number": number}
         answer, segment = self._ask(message)
-        return None if answer.get("end") else _batches(answer, segment)
+        return None if answer.get("end") else self._batches(answer, segment)
 
     def close(self) -> None:
         self._connection.close()
+
+    def _batches(self, answer: Mapping[str, Any], segment: Segment | None) -> Batches:
+        if not self._has_pieces:
+            parts = [Part.from_json(values) for values in answer["parts"]]
+            shapes = [(2, len(part.sequences), part.length) for part in parts]
+            return _made(make_batch, parts, shapes, answer, segment)
+        pieces = [PiecePart.from_json(values) for values in answer["parts"]]
+        make = partial(make_piece_batch, self._place)
+        return _made(make, pieces, [(2, part.micro_batch.num_tokens) for part in pieces], answer, segment)
 
     def _ask(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], Segment | None]:
         """One request; an error of the agent's reading is raised here as what it is there."""
@@ -127,17 +143,22 @@ def _connect(address: AgentAddress, patience_s: float) -> AgentConnection:
             time.sleep(_PAUSE_S)
 
 
-def _batches(answer: Mapping[str, Any], segment: Segment | None) -> list[Batch]:
-    parts = [Part.from_json(values) for values in answer["parts"]]
+def _made(
+    make: Callable[[P, NDArray[np.int32] | None], M],
+    parts: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    answer: Mapping[str, Any],
+    segment: Segment | None,
+) -> list[M]:
+    """Micro-batches of what the agent has read, which each copies; of nothing where no tokens are needed."""
     if segment is None:
-        return [make_batch(part, None) for part in parts]
+        return [make(part, None) for part in parts]
     memory = segment.map()
     segment.close()
     batches = []
-    for part, offset in zip(parts, answer["offsets"], strict=True):
-        shape = (2, len(part.sequences), part.length)
-        values = np.frombuffer(memory, np.int32, 2 * shape[1] * shape[2], offset)
-        batches.append(make_batch(part, values.reshape(shape)))
+    for part, shape, offset in zip(parts, shapes, answer["offsets"], strict=True):
+        values = np.frombuffer(memory, np.int32, math.prod(shape), offset)
+        batches.append(make(part, values.reshape(shape)))
         del values
     memory.close()
     return batches

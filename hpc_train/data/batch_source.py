@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.steps import Step
+from hpc_train.plan.batch_pieces import PieceBatch
+from hpc_train.plan.batch_table import BatchTable
+
+Batches = list[Batch] | list[PieceBatch]
+"""Of rows of equal length, or of sequences that ranks share."""
+
+
+@final
+@dataclass(frozen=True)
+class Taken:
+    """One rank's part of a step.
+
+    state: the position behind it. digest: of the batch plan, by which ranks know that they have the same one; empty
+    where batches are rows.
+    """
+
+    batches: Batches
+    state: dict[str, Any]
+    digest: bytes = b""
 
 
 class BatchSource(ABC):
@@ -34,8 +54,8 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
-    def step(self, number: int) -> tuple[list[Batch], dict[str, Any]]:
-        """Wait for the next step, which has this number: its micro-batches, and the position behind it.
+    def step(self, number: int) -> Taken:
+        """Wait for the next step, which has this number.
 
         Raises:
             DataError: a token id is not below vocab_size, or a file was replaced.
@@ -47,7 +67,7 @@ class BatchSource(ABC):
         """The held-out rows are given from the first one on."""
 
     @abstractmethod
-    def heldout_step(self, number: int) -> list[Batch] | None:
+    def heldout_step(self, number: int) -> Batches | None:
         """The micro-batches of the evaluation's next step, from 0; None behind the last. Raises as `step`."""
 
     @abstractmethod
@@ -73,16 +93,22 @@ class OwnBatches(BatchSource):
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         return self._loader.restore(state)
 
-    def step(self, number: int) -> tuple[list[Batch], dict[str, Any]]:
+    def step(self, number: int) -> Taken:
         step = self._loader.next_step(number)
-        return list(self._loader.micro_batches(step, self._dp_rank)), self._loader.state()
+        digest = step.plan.digest if isinstance(step.plan, BatchTable) else b""
+        return Taken(self._batches(step), self._loader.state(), digest)
 
     def begin_evaluation(self) -> None:
         self._heldout = self._loader.heldout_steps()
 
-    def heldout_step(self, number: int) -> list[Batch] | None:
+    def heldout_step(self, number: int) -> Batches | None:
         step = next(self._heldout, None)
-        return None if step is None else list(self._loader.micro_batches(step, self._dp_rank))
+        return None if step is None else self._batches(step)
+
+    def _batches(self, step: Step) -> Batches:
+        if isinstance(step.plan, BatchTable):
+            return self._loader.piece_batches(step, self._dp_rank)
+        return list(self._loader.micro_batches(step, self._dp_rank))
 
     def close(self) -> None:
         pass

@@ -14,6 +14,8 @@ from hpc_train.data.packing import Packing
 from hpc_train.errors import CheckpointError, ConfigError
 
 _STATE_VERSION = 1
+_ORDERING = ("seq_len", "long_documents", "seed", "packed")
+"""What the order of all sources' rows depends on, beside the sources."""
 
 
 @final
@@ -50,12 +52,14 @@ class _Cursor:
     epoch: int = 0
     row: int = 0
     consumed: int = 0  # rows since the run began
-    taken: int = 0  # rows since this blend began; the weights apply to these
+    taken: int = 0  # since this blend began; the weights apply to these: rows, or tokens where rows are not packed
 
 
 @final
 class Blend:
     """An endless, deterministic sequence of rows. At each moment the source that lacks most comes next.
+
+    It lacks rows, or tokens where rows are not packed and so differ in length.
 
     All ranks hold the same blend and take the same rows, so nobody needs to be told what comes.
     """
@@ -68,13 +72,13 @@ class Blend:
         *,
         epochs: int | None = None,
     ) -> None:
-        """Mix packings by weight, in rows.
+        """Mix packings by weight.
 
         Args:
             epochs: After so many, a source gives no more rows. None: never.
 
         Raises:
-            ConfigError: no source, or a weight that is not a positive number.
+            ConfigError: no source, a weight that is not a positive number, or packed and unpacked sources together.
         """
         if not packings or not len(packings) == len(weights) == len(identities):
             raise ConfigError(
@@ -82,6 +86,8 @@ class Blend:
                 f"{len(weights)} weights, "
                 f"{len(identities)} identities."
             )
+        if len({packing.is_packed for packing in packings}) > 1:
+            raise ConfigError("the sources of one blend are all packed or none of them")
         for identity, weight in zip(identities, weights, strict=True):
             if not math.isfinite(weight) or weight <= 0:
                 raise ConfigError(
@@ -91,6 +97,7 @@ class Blend:
         self._weights = tuple(float(weight) for weight in weights)
         self._shares = _whole_numbers(self._weights)
         self._cursors = [_Cursor() for _ in packings]
+        self._is_packed = packings[0].is_packed
 
     @property
     def packings(self) -> tuple[Packing, ...]:
@@ -105,12 +112,34 @@ class Blend:
         """Give the next rows; fewer only when every source has had its epochs."""
         rows: list[RowRef] = []
         while len(rows) < num_rows and (source := self._next_source()) is not None:
-            cursor = self._cursors[source]
-            rows.append(RowRef(source, cursor.epoch, cursor.row))
-            cursor.row += 1
-            cursor.consumed += 1
-            cursor.taken += 1
+            rows.append(self._take_from(source))
         return rows
+
+    def take_tokens(self, num_tokens: int) -> tuple[list[RowRef], list[int]]:
+        """Give the next rows up to the first that goes beyond so many tokens, and the tokens of each.
+
+        It comes first the next time, so num_tokens has to be as many as a row may have.
+        """
+        rows: list[RowRef] = []
+        lengths: list[int] = []
+        left = num_tokens
+        while (source := self._next_source()) is not None and (length := self._next_length(source)) <= left:
+            left -= length
+            rows.append(self._take_from(source, length))
+            lengths.append(length)
+        return rows, lengths
+
+    def _next_length(self, source: int) -> int:
+        cursor = self._cursors[source]
+        return self._packings[source].row_length(cursor.epoch, cursor.row)
+
+    def _take_from(self, source: int, weight: int = 1) -> RowRef:
+        cursor = self._cursors[source]
+        row = RowRef(source, cursor.epoch, cursor.row)
+        cursor.taken += weight
+        cursor.row += 1
+        cursor.consumed += 1
+        return row
 
     def _next_source(self) -> int | None:
         open_sources = [i for i in range(len(self._packings)) if self._has_rows(i)]
@@ -137,6 +166,7 @@ class Blend:
             "seq_len": first.seq_len,
             "long_documents": first.policy,
             "seed": first.seed,
+            **({} if self._is_packed else {"packed": False}),
             "sources": [
                 {
                     "prefix": identity.prefix,
@@ -210,6 +240,11 @@ def _whole_numbers(weights: Sequence[float]) -> list[int]:
     return [int(fraction * scale) for fraction in fractions]
 
 
+def _value(blend: Mapping[str, Any], name: str) -> Any:
+    """Of what is the same for all sources. Rows were always packed once, and states did not say so."""
+    return blend.get(name, True) if name == "packed" else blend[name]
+
+
 def _source_key(source: Mapping[str, Any]) -> tuple[Any, ...]:
     return SourceIdentity(**{name: value for name, value in source.items() if name != "weight"}).key()
 
@@ -217,14 +252,16 @@ def _source_key(source: Mapping[str, Any]) -> tuple[Any, ...]:
 def _hash(blend: Mapping[str, Any]) -> str:
     sources = [[*_source_key(source), source["weight"]] for source in blend["sources"]]
     value = [blend["seq_len"], blend["long_documents"], blend["seed"], sources]
+    if not blend.get("packed", True):
+        value.append("not packed")
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = [
-        f"{name} was {saved[name]} and is {now[name]}"
-        for name in ("seq_len", "long_documents", "seed")
-        if saved[name] != now[name]
+        f"{name} was {_value(saved, name)} and is {_value(now, name)}"
+        for name in _ORDERING
+        if _value(saved, name) != _value(now, name)
     ]
     if len(saved["sources"]) != len(now["sources"]):
         changes.append(f"{len(saved['sources'])} sources became {len(now['sources'])}")
@@ -242,7 +279,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _carry_over(saved: Mapping[str, Any], cursors: Sequence[_Cursor], now: Mapping[str, Any]) -> list[_Cursor]:
     """Positions under the new blend, for the sources that both have."""
-    same_rows = all(saved[name] == now[name] for name in ("seq_len", "long_documents", "seed"))
+    same_rows = all(_value(saved, name) == _value(now, name) for name in _ORDERING)
     old = list(zip(saved["sources"], cursors, range(len(cursors)), strict=True))
     result = []
     for number, source in enumerate(now["sources"]):

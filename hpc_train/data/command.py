@@ -12,6 +12,8 @@ from typing import Any
 
 from hpc_train.errors import DataError, ExitCode
 
+_BAR_WIDTH = 40
+
 
 def run_data_command(args: Namespace, env: Mapping[str, str] | None = None) -> int:
     """Carry out what `arguments.add_data_parser` parsed; gives the exit code. `env`: see `build.build`."""
@@ -106,9 +108,8 @@ def _description_lines(description: dict[str, Any]) -> list[str]:
         f"largest id {_or_na(description['max_token_id'])}",
         f"unigram entropy: {'n/a' if entropy is None else f'{entropy:.3f}'} nats a token",
         "lengths: " + ", ".join(f"{name} {_or_na(value)}" for name, value in lengths.items()),
-        f"{'from':>12} {'documents':>12} {'tokens':>14}",
     ]
-    lines += [f"{row['from']:>12} {row['documents']:>12} {row['tokens']:>14}" for row in description["histogram"]]
+    lines += _histogram_lines(description["histogram"])
     if description["num_supervised_tokens"] is not None:
         lines.append(f"supervised tokens: {description['num_supervised_tokens']}")
     if description["first_text"] is not None:
@@ -116,6 +117,22 @@ def _description_lines(description: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"first tokens: {description['first_tokens']}")
     lines += [f"check, {check['check']}: ok, {check['detail']}" for check in description["checks"]]
+    return lines
+
+
+def _histogram_lines(rows: list[dict[str, int]]) -> list[str]:
+    """Documents by length, and which share of the tokens they and all longer ones hold; bars by tokens."""
+    header = f"{'length from':>12} {'documents':>12} {'':>7} {'tokens':>14} {'':>7} {'and longer':>10}"
+    num_documents, num_tokens = (sum(row[name] for row in rows) for name in ("documents", "tokens"))
+    most = max((row["tokens"] for row in rows), default=0)
+    lines, left = [header], num_tokens
+    for row in rows:
+        documents, tokens = row["documents"], row["tokens"]
+        lines.append(
+            f"{row['from']:>12} {documents:>12} {documents / num_documents:>7.2%} {tokens:>14} "
+            f"{tokens / num_tokens:>7.2%} {left / num_tokens:>10.2%} {'#' * (_BAR_WIDTH * tokens // most)}".rstrip()
+        )
+        left -= tokens
     return lines
 
 

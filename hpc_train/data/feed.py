@@ -14,17 +14,17 @@ from typing import Any, Literal, final
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.agent_batches import AgentAddress, AgentBatches, ReadingPlace
-from hpc_train.data.batch_source import BatchSource, OwnBatches
+from hpc_train.data.batch_source import Batches, BatchSource, OwnBatches, Taken
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.node_steps import spec_of
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.log import say, warn
+from hpc_train.plan.batch_pieces import PieceBatch
+from hpc_train.plan.batch_setup import BatchSetup
 
 _PATIENCE_S = 30.0
 """How long the node agent may take to come up; assumed: its step is begun right behind the ranks', which take seconds
 to load torch."""
-
-_Taken = tuple[list[Batch], dict[str, Any]]
 
 
 @final
@@ -37,7 +37,7 @@ class Feed:
         """last_step: nothing is read behind it. switch: gives another source where the agent has ended."""
         self._source, self._last_step, self._switch = source, last_step, switch
         self._state = source.first_state()
-        self._ahead: tuple[int, Future[_Taken]] | None = None
+        self._ahead: tuple[int, Future[Taken]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
 
     @property
@@ -53,18 +53,32 @@ class Feed:
         """Read by oneself from here on, before any step. Raises DataError where data.reader=agent."""
         self._change_source(AgentGone(why))
 
-    def micro_batches(self, number: int) -> Iterator[Batch]:
+    def micro_batches(self, number: int) -> Iterator[Batch | PieceBatch]:
         """This rank's micro-batches of the next step, which has this number; waits at the first one.
 
         Raises:
             DataError: a dataset cannot be read, or the node agent has ended and data.reader=agent.
         """
-        batches, self._state = self._take(number)
-        if number < self._last_step:
-            self._read_ahead(number + 1)
-        yield from batches
+        yield from self._next(number).batches
 
-    def heldout(self) -> Iterator[Iterator[Batch]]:
+    def plan_ahead(self, number: int) -> bytes:
+        """The digest of a next step's batch plan; waits until it is made. Empty where there is no such step or plan.
+
+        Ranks that compare it before they begin the step never wait in rings that others do not know of.
+        """
+        if number > self._last_step:
+            return b""
+        if self._ahead is None or self._ahead[0] != number:
+            self._read_ahead(number)
+        assert self._ahead is not None
+        waiting = self._ahead[1]
+        taken = self._result(number, waiting)
+        done: Future[Taken] = Future()
+        done.set_result(taken)
+        self._ahead = (number, done)
+        return taken.digest
+
+    def heldout(self) -> Iterator[Iterator[Batch | PieceBatch]]:
         """The held-out steps, the same at every call. Raises as `micro_batches`."""
         if not self.has_heldout:
             return
@@ -98,14 +112,25 @@ class Feed:
         self._source.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _next(self, number: int) -> Taken:
+        taken = self._take(number)
+        self._state = taken.state
+        if number < self._last_step:
+            self._read_ahead(number + 1)
+        return taken
+
     def _read_ahead(self, number: int) -> None:
         self._ahead = (number, self._thread.submit(self._source.step, number))
 
-    def _take(self, number: int) -> _Taken:
+    def _take(self, number: int) -> Taken:
         if self._ahead is None or self._ahead[0] != number:
             self._read_ahead(number)
         assert self._ahead is not None
         waiting, self._ahead = self._ahead[1], None
+        return self._result(number, waiting)
+
+    def _result(self, number: int, waiting: Future[Taken]) -> Taken:
+        """What a step that is being read gives, from another source where the agent has ended."""
         try:
             return waiting.result()
         except AgentGone as problem:
@@ -113,7 +138,7 @@ class Feed:
             self._source.restore(self._state)
             return self._source.step(number)
 
-    def _heldout_step(self, number: int) -> list[Batch] | None:
+    def _heldout_step(self, number: int) -> Batches | None:
         try:
             return self._source.heldout_step(number)
         except AgentGone as problem:
@@ -146,17 +171,19 @@ def open_feed(
     agent: AgentAddress | None,
     patience_s: float = _PATIENCE_S,
     is_first: bool = False,
+    batches: BatchSetup | None = None,
 ) -> Feed:
     """A rank's feed by the reader that data.reader names, said in a line of the log.
 
-    agent: None where no driver started one. is_first: this rank speaks for all where they do the same.
+    agent: None where no driver started one. is_first: this rank speaks for all where they do the same. batches: plans
+    steps whose sequences ranks share; None for rows of equal length.
 
     Raises:
         ConfigError, DataError: the data cannot be used; data.reader=agent without an agent.
     """
 
     def own() -> BatchSource:
-        return OwnBatches(Loader(data, train, vocab_size=vocab_size, dp=place.dp), place.dp_rank)
+        return OwnBatches(Loader(data, train, vocab_size=vocab_size, dp=place.dp, batches=batches), place.dp_rank)
 
     def switch(problem: AgentGone) -> BatchSource:
         if place.local_rank == 0:
@@ -178,20 +205,20 @@ def open_feed(
             "data.reader=agent, but no driver has started a node agent here. Start by `hpc-train run` or `submit`, or "
             "use data.reader=auto or rank."
         )
-    return _open_with_agent(data, train, vocab_size, place, agent, patience_s, switch, is_first)
+    spec = spec_of(data, train, vocab_size=vocab_size, dp=place.dp, batches=batches)
+    return _open_with_agent(data, train, spec, place, agent, patience_s, switch, is_first)
 
 
 def _open_with_agent(
     data: DataConfig,
     train: TrainConfig,
-    vocab_size: int,
+    spec: Mapping[str, Any],
     place: ReadingPlace,
     agent: AgentAddress,
     patience_s: float,
     switch: Callable[[AgentGone], BatchSource],
     is_first: bool,
 ) -> Feed:
-    spec = spec_of(data, train, vocab_size=vocab_size, dp=place.dp)
     try:
         source: BatchSource = AgentBatches(agent, place, spec, patience_s=patience_s)
     except AgentGone as problem:

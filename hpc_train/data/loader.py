@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.blend import Blend
 from hpc_train.data.datasets import Sources
+from hpc_train.data.pieces import PieceReader, make_piece_batch, piece_parts
 from hpc_train.data.rows import Part, Row, RowReader, copy_part, part_of
 from hpc_train.data.steps import Step, Steps
 from hpc_train.plan.batch import MicroBatch
+from hpc_train.plan.batch_pieces import PieceBatch
+from hpc_train.plan.batch_setup import BatchSetup
+from hpc_train.plan.batch_table import BatchTable
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +60,21 @@ class Loader:
         vocab_size: int,
         dp: int,
         sources: Sources | None = None,
+        batches: BatchSetup | None = None,
     ) -> None:
-        """Open the sources, unless they are given, and make the blend.
+        """Open the sources, unless they are given, and make the blend. batches: as for `Steps`.
 
         Raises:
             ConfigError: global_batch_size does not divide.
             DataError: as `open_sources`; a source has no tokens.
         """
         self._seq_len = data.seq_len
-        self._steps = Steps(data, train, vocab_size=vocab_size, dp=dp, sources=sources)
+        self._steps = Steps(data, train, vocab_size=vocab_size, dp=dp, sources=sources, batches=batches)
         self._training, self._heldout = (
             RowReader(self._steps, seq_len=data.seq_len, vocab_size=vocab_size) for _ in range(2)
+        )
+        self._training_pieces, self._heldout_pieces = (
+            PieceReader(self._steps, vocab_size=vocab_size) for _ in range(2)
         )
 
     @property
@@ -103,12 +111,21 @@ class Loader:
         """
         reader = self._heldout if step.heldout else self._training
         rows: dict[int, Row] = {}
-        for micro_batch in step.plan.ranks[dp_rank]:
+        for micro_batch in step.plan.micro_batches(dp_rank):
             wanted = [piece.sequence for piece in micro_batch.sequences if piece.sequence not in rows]
             rows |= reader.read(step, wanted)
             yield _from_rows(micro_batch, rows)
             if all(piece.length == self._seq_len for piece in micro_batch.sequences):
                 rows.clear()  # whole rows do not come again
+
+    def piece_batches(self, step: Step, hdp_rank: int) -> list[PieceBatch]:
+        """Read one rank's part of a step whose sequences ranks share. Threads and errors as for `micro_batches`."""
+        assert isinstance(step.plan, BatchTable)
+        reader = self._heldout_pieces if step.heldout else self._training_pieces
+        parts = piece_parts(step.plan, hdp_rank)
+        values = [np.empty((2, part.micro_batch.num_tokens), np.int32) for part in parts]
+        reader.read(step, list(zip(parts, values, strict=True)))
+        return [make_piece_batch(hdp_rank, *both) for both in zip(parts, values, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """Give the position after the last step taken, as JSON; the same on every rank."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.data.node_reader import STEPS_AHEAD
+from hpc_train.data.pieces import PiecePart, PieceReader, piece_parts
 from hpc_train.data.rows import Row, RowReader, copy_part, part_of
 from hpc_train.data.steps import Step, Steps
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch import MicroBatch
+from hpc_train.plan.batch_setup import BatchSetup
+from hpc_train.plan.batch_table import BatchTable
 
 if TYPE_CHECKING:
     from hpc_train.config import DataConfig, TrainConfig
@@ -35,7 +40,9 @@ class Reading(Protocol):
     def wants_tokens(self) -> bool: ...
 
 
-def spec_of(data: DataConfig, train: TrainConfig, *, vocab_size: int, dp: int) -> dict[str, Any]:
+def spec_of(
+    data: DataConfig, train: TrainConfig, *, vocab_size: int, dp: int, batches: BatchSetup | None = None
+) -> dict[str, Any]:
     """All that says what is read, as JSON; the same on every rank."""
     wanted = {"steps", "global_batch_size", "micro_batch_size", "seed", "eval_batches"}
     return {
@@ -43,6 +50,7 @@ def spec_of(data: DataConfig, train: TrainConfig, *, vocab_size: int, dp: int) -
         "train": train.model_dump(mode="json", include=wanted),
         "vocab_size": vocab_size,
         "dp": dp,
+        "batches": None if batches is None else batches.to_json(),
     }
 
 
@@ -59,25 +67,100 @@ def _sections(spec: Mapping[str, Any]) -> tuple[Any, Any]:
 class PreparedStep:
     """One step of a node. parts, offsets: of each place its micro-batches, and where they begin in the segment.
 
-    state: the position behind it. not_taken: ranks that have not got it yet. is_end: there is no such step.
+    state: the position behind it. digest: of the batch plan, in hexadecimal; empty where rows are of equal length.
+    not_taken: ranks that have not got it yet. is_end: there is no such step.
     """
 
     parts: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict)
     offsets: Mapping[int, list[int]] = field(default_factory=dict)
     segment: Segment | None = None
     state: Mapping[str, Any] | None = None
+    digest: str = ""
     is_end: bool = False
     not_taken: set[int] = field(default_factory=set)
 
     def message_for(self, place: int, *, with_tokens: bool) -> dict[str, Any]:
         if self.is_end:
             return {"end": True}
-        message = {"parts": self.parts[place], "state": self.state}
+        message = {"parts": self.parts[place], "state": self.state, "plan": self.digest}
         return {**message, "offsets": self.offsets[place]} if with_tokens else message
 
     def close(self) -> None:
         if self.segment is not None:
             self.segment.close()
+
+
+class Places(ABC):
+    """What places of a node get of one step: micro-batches, each with tokens and labels and something to be known."""
+
+    @abstractmethod
+    def sizes(self, place: int) -> list[int]:
+        """Tokens of each micro-batch."""
+
+    @abstractmethod
+    def fill(self, targets: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
+        """Read what places get into arrays, each of tokens and of labels behind them."""
+
+    @abstractmethod
+    def outlines(self, place: int) -> list[dict[str, Any]]:
+        """What is to be known of each micro-batch beside, as JSON; after `fill`."""
+
+
+@final
+class RowPlaces(Places):
+    """Rows of equal length."""
+
+    def __init__(self, step: Step, reader: RowReader) -> None:
+        self._step, self._reader = step, reader
+        self._rows: dict[int, Row] = {}
+
+    def sizes(self, place: int) -> list[int]:
+        return [len(part.sequences) * part.sequences[0].length for part in self._parts(place)]
+
+    def fill(self, targets: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
+        self._rows |= self._reader.read(self._step, {number for place in targets for number in self._sequences(place)})
+        for place, of_place in targets.items():
+            for part, target in zip(self._parts(place), of_place, strict=True):
+                copy_part(part, self._rows, target.reshape(2, len(part.sequences), -1))
+
+    def outlines(self, place: int) -> list[dict[str, Any]]:
+        unread = self._sequences(place) - self._rows.keys()
+        rows = self._rows | self._reader.outline(self._step, unread)
+        return [part_of(part, rows).to_json() for part in self._parts(place)]
+
+    def _parts(self, place: int) -> Sequence[MicroBatch]:
+        return self._step.plan.micro_batches(place)
+
+    def _sequences(self, place: int) -> set[int]:
+        return {piece.sequence for part in self._parts(place) for piece in part.sequences}
+
+
+@final
+class PiecePlaces(Places):
+    """Pieces of sequences that ranks share."""
+
+    def __init__(self, step: Step, table: BatchTable, reader: PieceReader) -> None:
+        self._step, self._table, self._reader = step, table, reader
+        self._known: dict[int, list[PiecePart]] = {}
+
+    def sizes(self, place: int) -> list[int]:
+        return [part.micro_batch.num_tokens for part in self._parts(place)]
+
+    def fill(self, targets: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
+        wanted = [
+            (part, target.reshape(2, -1))
+            for place, of_place in targets.items()
+            for part, target in zip(self._parts(place), of_place, strict=True)
+        ]
+        self._reader.read(self._step, wanted)
+
+    def outlines(self, place: int) -> list[dict[str, Any]]:
+        return [part.to_json() for part in self._parts(place)]
+
+    def _parts(self, place: int) -> list[PiecePart]:
+        if place not in self._known:
+            self._known[place] = piece_parts(self._table, place)
+        return self._known[place]
 
 
 @final
@@ -91,8 +174,11 @@ class NodeSteps:
             ConfigError, DataError: as `Steps`.
         """
         data, train = _sections(spec)
-        self._steps = Steps(data, train, vocab_size=spec["vocab_size"], dp=spec["dp"])
-        self._reader = RowReader(self._steps, seq_len=data.seq_len, vocab_size=spec["vocab_size"])
+        batches = None if spec["batches"] is None else BatchSetup.from_json(spec["batches"])
+        vocab_size = spec["vocab_size"]
+        self._steps = Steps(data, train, vocab_size=vocab_size, dp=spec["dp"], batches=batches)
+        self._rows = RowReader(self._steps, seq_len=data.seq_len, vocab_size=vocab_size)
+        self._pieces = PieceReader(self._steps, vocab_size=vocab_size)
         self._num_steps = 0
         self._largest_bytes = 0
         self._is_checked = False
@@ -109,7 +195,7 @@ class NodeSteps:
 
     def summary(self) -> str:
         """What was done, in words for the log."""
-        used, largest = self._reader.bytes_used, self._largest_bytes
+        used, largest = self._rows.bytes_used + self._pieces.bytes_used, self._largest_bytes
         return f"{self._num_steps} steps from {used} bytes of the datasets; the largest segment had {largest} bytes"
 
     def state(self) -> dict[str, Any]:
@@ -133,22 +219,25 @@ class NodeSteps:
         return self._read(step, ranks, f"data.heldout_{step.plan.step}", None)
 
     def close(self) -> None:
-        self._reader.close()
+        self._rows.close()
+        self._pieces.close()
 
     def _read(self, step: Step, ranks: Sequence[Reading], label: str, state: Mapping[str, Any] | None) -> PreparedStep:
         places = sorted({rank.place for rank in ranks})
         with_tokens = sorted({rank.place for rank in ranks if rank.wants_tokens})
-        wanted = _sequences(step, with_tokens)
-        num_bytes = sum(_num_values(part) for place in with_tokens for part in step.plan.ranks[place]) * _VALUE_BYTES
+        of_step: Places = RowPlaces(step, self._rows)
+        digest = ""
+        if isinstance(step.plan, BatchTable):
+            of_step, digest = PiecePlaces(step, step.plan, self._pieces), step.plan.digest.hex()
+        sizes = {place: of_step.sizes(place) for place in with_tokens}
+        num_bytes = sum(map(sum, sizes.values())) * _VALUE_BYTES
         self._check_memory(num_bytes)
-        rows = self._reader.read(step, wanted)
-        rows |= self._reader.outline(step, _sequences(step, places) - wanted)
         segment, offsets = None, {}
         if num_bytes:
             segment = Segment.create(label, num_bytes)
             try:
                 memory = segment.map(writable=True)
-                offsets = _fill(memory, step, with_tokens, rows)
+                offsets = _fill(memory, of_step, sizes)
                 memory.close()
                 segment.seal()
             except BaseException:
@@ -156,8 +245,7 @@ class NodeSteps:
                 raise
         self._num_steps += 1
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        parts = {place: [part_of(part, rows).to_json() for part in step.plan.ranks[place]] for place in places}
-        return PreparedStep(parts, offsets, segment, state)
+        return PreparedStep({place: of_step.outlines(place) for place in places}, offsets, segment, state, digest)
 
     def _check_memory(self, num_bytes: int) -> None:
         """Refuse at the first step what would end the job by the kernel's hand later."""
@@ -182,24 +270,16 @@ def check_memory(step_bytes: int, available_bytes: int | None) -> None:
         )
 
 
-def _sequences(step: Step, places: Sequence[int]) -> set[int]:
-    return {piece.sequence for place in places for part in step.plan.ranks[place] for piece in part.sequences}
-
-
-def _num_values(part: MicroBatch) -> int:
-    return len(part.sequences) * part.sequences[0].length
-
-
-def _fill(memory: mmap.mmap, step: Step, places: Sequence[int], rows: Mapping[int, Row]) -> dict[int, list[int]]:
-    """Copy the places' micro-batches one behind another; gives where each begins, in bytes."""
+def _fill(memory: mmap.mmap, of_step: Places, sizes: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Put the places' micro-batches one behind another; gives where each begins, in bytes."""
     offsets: dict[int, list[int]] = {}
+    targets: dict[int, list[NDArray[np.int32]]] = {}
     at = 0
-    for place in places:
-        offsets[place] = []
-        for part in step.plan.ranks[place]:
-            count = 2 * _num_values(part)
-            target = np.frombuffer(memory, np.int32, count, at)
-            copy_part(part, rows, target.reshape(2, len(part.sequences), -1))
+    for place, of_place in sizes.items():
+        offsets[place], targets[place] = [], []
+        for num_tokens in of_place:
             offsets[place].append(at)
-            at += 4 * count
+            targets[place].append(np.frombuffer(memory, np.int32, 2 * num_tokens, at))
+            at += _VALUE_BYTES * num_tokens
+    of_step.fill(targets)
     return offsets

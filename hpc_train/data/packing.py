@@ -54,6 +54,9 @@ class Packing:
     the last row of an epoch may be short. `truncate` keeps the first seq_len tokens of each document and
     `drop` leaves out longer ones; both then fill rows with whole documents, opening a new row when the next
     one does not fit. Rows are shuffled too: those of a long document do not come one after another.
+
+    Without packing each row has one document, whole where it has at most seq_len tokens; `split` cuts longer ones into
+    rows of seq_len and one with the rest.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Packing:
         seq_len: int,
         policy: LongDocuments = "split",
         *,
+        is_packed: bool = True,
         seed: int = 0,
         source_index: int = 0,
         first_document: int = 0,
@@ -78,6 +82,7 @@ class Packing:
         if policy not in get_args(LongDocuments):
             raise ConfigError(f"long_documents={policy!r} is unknown. Use {', '.join(get_args(LongDocuments))}.")
         self.seq_len, self.policy, self.seed, self.source_index = seq_len, policy, seed, source_index
+        self.is_packed = is_packed
         self._first_document = first_document
         full = np.asarray(lengths).astype(np.int64)
         kept = full
@@ -86,6 +91,7 @@ class Packing:
         elif policy == "drop":
             kept = np.where(full > seq_len, 0, full)
         self._lengths = kept
+        self._num_parts = int((-(-kept // seq_len)).sum())
         longer = int((full > seq_len).sum())
         self.counts = PackingCounts(
             documents=len(full),
@@ -107,19 +113,24 @@ class Packing:
         self._num_rows: dict[int, int] = {}
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """Rows that an epoch has; for `truncate` and `drop` it depends on the order of that epoch."""
+        """Rows that an epoch has; for packed `truncate` and `drop` it depends on the order of that epoch."""
+        if not self.is_packed:
+            return self._num_parts
         if self.policy == "split":
             return -(-(self.counts.tokens - self.counts.dropped_tokens) // self.seq_len)
         if epoch not in self._num_rows:
             self._num_rows[epoch] = self._enter(epoch).num_rows
         return self._num_rows[epoch]
 
+    def row_length(self, epoch: int, row_index: int) -> int:
+        """Tokens of a row."""
+        start, end = self._bounds(epoch, row_index)
+        return end - start
+
     def row(self, epoch: int, row_index: int) -> tuple[Piece, ...]:
         """Give the pieces of a row, in order; together at least 1 and at most seq_len tokens."""
+        start, end = self._bounds(epoch, row_index)
         state = self._enter(epoch)
-        if not 0 <= row_index < state.num_rows:
-            raise IndexError(f"row {row_index} of epoch {epoch}, which has {state.num_rows} rows")
-        start, end = state.row_bounds(int(state.row_order[row_index]))
         pieces = []
         at = int(np.searchsorted(state.ends, start, side="right"))
         while start < end:
@@ -129,6 +140,13 @@ class Packing:
             pieces.append(Piece(self._first_document + document, begin, stop - start))
             start, at = stop, at + 1
         return tuple(pieces)
+
+    def _bounds(self, epoch: int, row_index: int) -> tuple[int, int]:
+        """Where a row lies in the epoch's stream of tokens."""
+        state = self._enter(epoch)
+        if not 0 <= row_index < state.num_rows:
+            raise IndexError(f"row {row_index} of epoch {epoch}, which has {state.num_rows} rows")
+        return state.row_bounds(int(state.row_order[row_index]))
 
     def _enter(self, epoch: int) -> _Epoch:
         if epoch < 0:
@@ -145,7 +163,9 @@ class Packing:
         order, lengths = order[filled], lengths[filled]
         ends = np.cumsum(lengths)
         starts = None
-        if self.policy != "split":
+        if not self.is_packed:
+            starts = _parts(ends - lengths, lengths, self.seq_len)
+        elif self.policy != "split":
             starts = _next_fit(ends - lengths, ends, self.seq_len)
         num_rows = len(starts) if starts is not None else -(-int(ends[-1]) // self.seq_len)
         row_order = shuffled(num_rows, self.seed, epoch, self.source_index, _ROWS)
@@ -185,6 +205,13 @@ def _next_fit(starts: NDArray[np.int64], ends: NDArray[np.int64], seq_len: int) 
         rows.append(at)
         at = following[at]
     return starts[np.array(rows, dtype=np.int64)]
+
+
+def _parts(starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    """Give the stream offset of each row where documents do not share rows: every seq_len tokens of each document."""
+    counts = -(-lengths // seq_len)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + (np.arange(len(before)) - before) * seq_len
 
 
 def shuffled(count: int, *key: int) -> NDArray[np.int64]:

@@ -202,16 +202,17 @@ class RowReader:
         return reader.read(wanted.ranges)
 
     def _place_tokens(self, row: Row, at: int, piece: Piece, ids: NDArray[Any], file: TokenFile) -> None:
-        self._check_ids(ids, file, piece.document)
+        check_ids(ids, file, piece.document, self._vocab_size)
         row.tokens[at : at + piece.length] = ids[: piece.length]
         row.labels[at : at + len(ids) - 1] = ids[1:]
 
-    def _check_ids(self, ids: NDArray[Any], file: TokenFile, document: int) -> None:
-        largest, smallest = int(ids.max()), int(ids.min()) if ids.dtype.kind == "i" else 0
-        if largest >= self._vocab_size or smallest < 0:
-            worst = smallest if smallest < 0 else largest
-            raise DataError(
-                f"document {document} of {file.prefix} has the token id {worst}, and model.vocab_size="
-                f"{self._vocab_size} allows 0 to {self._vocab_size - 1}. Raise model.vocab_size, or build the data "
-                "again."
-            )
+
+def check_ids(ids: NDArray[Any], file: TokenFile, document: int, vocab_size: int) -> None:
+    """Raises DataError: tokens of a document are not below vocab_size."""
+    largest, smallest = int(ids.max()), int(ids.min()) if ids.dtype.kind == "i" else 0
+    if largest >= vocab_size or smallest < 0:
+        worst = smallest if smallest < 0 else largest
+        raise DataError(
+            f"document {document} of {file.prefix} has the token id {worst}, and model.vocab_size={vocab_size} allows "
+            f"0 to {vocab_size - 1}. Raise model.vocab_size, or build the data again."
+        )

@@ -13,9 +13,11 @@ from hpc_train.data.blend import Blend, RowRef
 from hpc_train.data.datasets import OpenSource, Sources, open_sources
 from hpc_train.data.packing import Packing
 from hpc_train.plan.batch import BatchPlan, check_batch_sizes, plan_batch_static
+from hpc_train.plan.batch_table import BatchTable
 
 if TYPE_CHECKING:
-    from hpc_train.config import DataConfig, TrainConfig
+    from hpc_train.config import Config, DataConfig, TrainConfig
+    from hpc_train.plan.batch_setup import BatchSetup
 
 # The same held-out rows whatever the seed of the run.
 _HELDOUT_SEED = 0
@@ -24,10 +26,12 @@ _HELDOUT_SEED = 0
 @final
 @dataclass(frozen=True)
 class Step:
-    """What one step trains on: the plan, and the rows that its sequence numbers mean. Rows past the end are
-    padding."""
+    """What one step trains on: the plan, and the rows that its sequence numbers mean.
 
-    plan: BatchPlan
+    Rows past the end are padding. The plan is a table where rows are whole documents, which ranks may share.
+    """
+
+    plan: BatchPlan | BatchTable
     rows: tuple[RowRef, ...]
     heldout: bool = False
 
@@ -44,18 +48,23 @@ class Steps:
         vocab_size: int,
         dp: int,
         sources: Sources | None = None,
+        batches: BatchSetup | None = None,
     ) -> None:
         """Open the sources, unless they are given, and make the blend.
+
+        batches: Plans the steps of hybrid data parallelism, whose rows are whole documents. None: rows of equal length.
 
         Raises:
             ConfigError: global_batch_size does not divide.
             DataError: as `open_sources`; a source has no tokens.
         """
-        check_batch_sizes(train.global_batch_size, train.micro_batch_size, dp)
-        self._data, self._train, self._dp = data, train, dp
+        if batches is None:
+            check_batch_sizes(train.global_batch_size, train.micro_batch_size, dp)
+        self._data, self._train, self._dp, self._batches = data, train, dp, batches
         self.sources = open_sources(data, vocab_size) if sources is None else sources
-        self.blend = self._blend(self.sources.train, self._pack(self.sources.train, train.seed))
-        self.heldout_packings = self._pack(self.sources.heldout, _HELDOUT_SEED)
+        is_packed = batches is None
+        self.blend = _blend(self.sources.train, _pack(self.sources.train, data, train.seed, is_packed))
+        self.heldout_packings = _pack(self.sources.heldout, data, _HELDOUT_SEED, is_packed)
 
     @property
     def has_heldout(self) -> bool:
@@ -63,14 +72,18 @@ class Steps:
 
     def next_step(self, step: int) -> Step:
         """Take the rows of the next step and plan them; `state` then stands after them."""
+        if self._batches is not None:
+            documents, lengths = self.blend.take_tokens(_step_tokens(self._data, self._train))
+            return Step(self._batches.plan(step, lengths), tuple(documents))
         rows = self.blend.take(self._train.global_batch_size)
         plan = plan_batch_static(step, len(rows), self._data.seq_len, self._train.micro_batch_size, self._dp)
         return Step(plan, tuple(rows))
 
     def heldout_steps(self, num_steps: int | None = None) -> Iterator[Step]:
-        """Give the held-out rows, global_batch_size at a time, each row once at most.
+        """Give the held-out rows, as many as a step has at a time, each row once at most.
 
-        The rows are the same at every call, for every dp and every seed; padding rows fill the last places.
+        The rows are the same at every call, for every dp and every seed; padding rows fill the last places where rows
+        are of equal length.
 
         Args:
             num_steps: So many at most. None: train.eval_batches.
@@ -78,8 +91,16 @@ class Steps:
         if not self.has_heldout:
             return
         size = self._train.global_batch_size
-        wanted = size * (self._train.eval_batches if num_steps is None else num_steps)
-        rows = self._blend(self.sources.heldout, self.heldout_packings, epochs=1).take(wanted)
+        count = self._train.eval_batches if num_steps is None else num_steps
+        blend = _blend(self.sources.heldout, self.heldout_packings, epochs=1)
+        if self._batches is not None:
+            for number in range(count):
+                documents, lengths = blend.take_tokens(_step_tokens(self._data, self._train))
+                if not documents:
+                    return
+                yield Step(self._batches.plan(number, lengths), tuple(documents), heldout=True)
+            return
+        rows = blend.take(size * count)
         unit = self._dp * self._train.micro_batch_size
         for number, first in enumerate(range(0, len(rows), size)):
             some = tuple(rows[first : first + size])
@@ -99,20 +120,45 @@ class Steps:
         """
         return self.blend.restore(state, self._data.allow_changed_blend)
 
-    def _pack(self, sources: Sequence[OpenSource], seed: int) -> list[Packing]:
-        return [
-            Packing(
-                source.lengths,
-                self._data.seq_len,
-                self._data.long_documents,
-                seed=seed,
-                source_index=number,
-                first_document=source.first_document,
-                name=source.tokens.prefix,
-            )
-            for number, source in enumerate(sources)
-        ]
 
-    def _blend(self, sources: Sequence[OpenSource], packings: Sequence[Packing], epochs: int | None = None) -> Blend:
-        weights = [source.weight for source in sources]
-        return Blend(packings, weights, [source.identity() for source in sources], epochs=epochs)
+def lengths_of_step(config: Config, number: int) -> list[int]:
+    """Tokens of each sequence of a step of hybrid data parallelism, the first step being 1.
+
+    The datasets' indices alone say it, and those of earlier steps how far these went.
+
+    Raises:
+        DataError: as `open_sources`; a source has no tokens.
+    """
+    data, train = config.data, config.train
+    sources = open_sources(data, config.model.vocab_size).train
+    blend = _blend(sources, _pack(sources, data, train.seed, is_packed=False))
+    lengths: list[int] = []
+    for _ in range(number):
+        _, lengths = blend.take_tokens(_step_tokens(data, train))
+    return lengths
+
+
+def _step_tokens(data: DataConfig, train: TrainConfig) -> int:
+    """The most that a step of whole documents has."""
+    return train.global_batch_size * data.seq_len
+
+
+def _pack(sources: Sequence[OpenSource], data: DataConfig, seed: int, is_packed: bool) -> list[Packing]:
+    return [
+        Packing(
+            source.lengths,
+            data.seq_len,
+            data.long_documents,
+            is_packed=is_packed,
+            seed=seed,
+            source_index=number,
+            first_document=source.first_document,
+            name=source.tokens.prefix,
+        )
+        for number, source in enumerate(sources)
+    ]
+
+
+def _blend(sources: Sequence[OpenSource], packings: Sequence[Packing], epochs: int | None = None) -> Blend:
+    weights = [source.weight for source in sources]
+    return Blend(packings, weights, [source.identity() for source in sources], epochs=epochs)

@@ -10,7 +10,9 @@ from typing import Any
 
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
+from hpc_train.plan.axis_bytes import micro_batches_of
 from hpc_train.plan.batch import check_batch_sizes
+from hpc_train.plan.batch_of_run import check_hdp
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_split, check_tiles
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, OUTCOME_FILE, read_json
@@ -26,6 +28,10 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
         DataError: a data file is missing or unreadable; all of them are named.
     """
     check_sizes(config, mesh)
+    if config.parallel.hdp is not None:
+        raise ConfigError(
+            "parallel.hdp is planned (`hpc-train plan --batch STEP`), and not carried out by this version. Leave it out"
+        )
     missing = []
     for source in (*config.data.train, *config.data.heldout):
         for ending in (".bin", ".idx"):
@@ -51,7 +57,10 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
             micro-batches.
     """
     train, parallel = config.train, config.parallel
-    check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
+    if parallel.hdp is not None:
+        check_hdp(config, mesh)
+    else:
+        check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
     check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
     check_tiles(parallel.tp_tiles, mesh.tp, config.data.seq_len, train.micro_batch_size, parallel.sequence_parallel)
     if parallel.gradient_wire != "fp32" and mesh.dp == 1:
@@ -60,7 +69,7 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
             "leave it out, or use dp=2 or more"
         )
     plan_stages(config, train.recompute)
-    check_micro_batches(mesh.pp, train.global_batch_size // train.micro_batch_size // mesh.dp)
+    check_micro_batches(mesh.pp, micro_batches_of(config, mesh))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ examples:
   hpc-train plan config.yaml --nodelist 'n[001-016,033-048]' parallel.tp=8 parallel.pp=4
   salloc -N 4 hpc-train plan config.yaml           in a job: the nodes that it was granted
   hpc-train plan config.yaml -N 32 --order tp,dp,pp,cp --json > plan.json
+  hpc-train plan config.yaml -N 32 --batch 1 --html step.html
+                                                   rings, micro-batches and times of the first step
 """
 
 
@@ -55,4 +57,10 @@ def add_plan_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print plan.json instead of the tables")
     parser.add_argument("--groups", action="store_true", help="list the groups in it also above 4096 ranks")
-    parser.add_argument("--html", type=filled, metavar="OUT", help="also write a page that draws fabric and ranks")
+    parser.add_argument("--html", type=filled, metavar="OUT", help="also write a page that draws it")
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        metavar="STEP",
+        help="instead: who does what in this step (the first is 1) of a run with parallel.hdp, by its data's indices",
+    )

@@ -22,27 +22,33 @@ from hpc_train.errors import ConfigError
 from hpc_train.launch.checks import check_sizes
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.fabric_step import fabric_of_run
-from hpc_train.launch.file_errors import reason
+from hpc_train.launch.plan_batch import LengthsOf, batch_command, write_page
+from hpc_train.plan.batch_of_run import check_hdp
 from hpc_train.plan.page import page_html
 from hpc_train.plan.places import natural_key
 from hpc_train.plan.report import report_plan
 from hpc_train.plan.run import world_mesh
-from hpc_train.plan.run_files import write_atomically
 from hpc_train.plan.table import report_text
 
 
-def plan_command(options: Namespace) -> int:
-    """Carry out `plan`."""
+def plan_command(options: Namespace, lengths_of: LengthsOf) -> int:
+    """Carry out `plan`. lengths_of: see `plan_batch.batch_command`."""
     config = load_config(options.config, options.overrides)
     if options.groups and not options.json:
         raise ConfigError("--groups has no effect without --json, which lists them; add --json, or leave --groups out")
+    if options.groups and options.batch is not None:
+        raise ConfigError("--groups has no effect with --batch, whose JSON has no groups; leave it out")
     order = _checked_order(options.order)
     allocation, found = _find_nodes(options, config, process_env())
-    check_sizes(config, world_mesh(config, allocation))
+    mesh = world_mesh(config, allocation)
+    if options.batch is not None:
+        check_hdp(config, mesh)
+    check_sizes(config, mesh)
+    if options.batch is not None:
+        return batch_command(options, config, order, allocation, found, lengths_of)
     report = report_plan(config, allocation, found.fabric, order, notes=(*found.notes, *allocation.warnings))
     if options.html:
-        _write_page(Path(options.html), page_html(report))
-        log.say(f"written: {options.html}", sys.stderr)
+        write_page(Path(options.html), page_html(report))
     if options.json:
         print((report.plan.with_groups() if options.groups else report.plan).to_json(), end="")
         for note in report.all_notes:
@@ -152,10 +158,3 @@ def _ranks_of(name: str, ranks_per_node: int | None, fabric: Fabric | None) -> i
             "GPU. Give fewer, or leave the option out"
         )
     return ranks_per_node or num_gpus or 0
-
-
-def _write_page(path: Path, text: str) -> None:
-    try:
-        write_atomically(path, text)
-    except OSError as problem:
-        raise ConfigError(f"the page {path} cannot be written: {reason(problem)}") from problem

@@ -41,6 +41,7 @@ from typing import Literal
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import ELEMENT_BYTES, is_split_by_tokens
+from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart, TensorSplit
 
@@ -76,7 +77,8 @@ class Shape:
 def shape_of(config: Config, mesh: Mesh, split: TensorSplit, is_masked: bool) -> Shape:
     """A rank's sizes of one micro-batch."""
     model = config.model
-    num_tokens = config.train.micro_batch_size * config.data.seq_len // mesh.cp
+    num_sequences, seq_len = micro_batch_shape(config)
+    num_tokens = num_sequences * seq_len // mesh.cp
     heads = split.heads(model)
     return Shape(
         num_tokens=num_tokens,
@@ -88,8 +90,9 @@ def shape_of(config: Config, mesh: Mesh, split: TensorSplit, is_masked: bool) ->
         ffn=model.ffn_size // split.tp,
         vocabulary=len(split.vocabulary(model)),
         element_bytes=ELEMENT_BYTES[config.train.precision],
-        seq_len=config.data.seq_len,
-        is_masked=is_masked,
+        seq_len=seq_len,
+        # Attention on rings knows documents by their borders, without masks.
+        is_masked=is_masked and config.parallel.hdp is None,
     )
 
 

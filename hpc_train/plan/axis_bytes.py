@@ -14,6 +14,7 @@ from typing import Literal
 
 from hpc_train.config import Config
 from hpc_train.plan.batch import check_batch_sizes
+from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.flat import lay_out
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import LocalParameter, ModelPart, TensorSplit, check_split, plan_parameters
@@ -90,12 +91,15 @@ def every_rank_kind(config: Config, mesh: Mesh) -> Iterator[tuple[tuple[int, int
 
 
 def micro_batches_of(config: Config, mesh: Mesh) -> int:
-    """Forwards per step of each pipeline.
+    """Forwards per step of each pipeline; with parallel.hdp, where they differ, as many as full ones would be.
 
     Raises:
         ConfigError: the batch cannot be shared equally.
     """
-    train = config.train
+    train, hdp = config.train, config.parallel.hdp
+    if hdp is not None:
+        full = -(-train.global_batch_size * config.data.seq_len // (mesh.dp * mesh.cp * hdp.capacity_tokens))
+        return max(full, mesh.pp)
     check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
     return train.global_batch_size // (mesh.dp * train.micro_batch_size)
 
@@ -130,6 +134,12 @@ def _sent_bytes(config: Config, mesh: Mesh, part: ModelPart, split: TensorSplit,
     )
 
 
+def _micro_batch_tokens(config: Config, mesh: Mesh) -> int:
+    """Of one rank, at most."""
+    num_sequences, seq_len = micro_batch_shape(config)
+    return num_sequences * seq_len // mesh.cp
+
+
 def dp_element_bytes(config: Config) -> tuple[int, int]:
     """What an all-gather and a reduce-scatter send of each element."""
     return ELEMENT_BYTES[config.train.precision], ELEMENT_BYTES[config.parallel.gradient_wire]
@@ -139,7 +149,7 @@ def _message_bytes(config: Config, mesh: Mesh) -> int:
     """The residual stream of one micro-batch between two stages. With sequence parallel each tp rank sends its share
     of the tokens; without, each sends the whole, which it has.
     """
-    tokens = config.train.micro_batch_size * config.data.seq_len // mesh.cp
+    tokens = _micro_batch_tokens(config, mesh)
     shares = mesh.tp if is_split_by_tokens(config, mesh) else 1
     return tokens // shares * config.model.hidden_size * ELEMENT_BYTES[config.train.precision]
 
@@ -165,7 +175,7 @@ def _key_value_ring(config: Config, mesh: Mesh, part: ModelPart, split: TensorSp
     if mesh.cp == 1:
         return 0
     model = config.model
-    tokens = config.train.micro_batch_size * config.data.seq_len // mesh.cp
+    tokens = _micro_batch_tokens(config, mesh)
     width = 2 * len(split.kv_heads(model)) * model.head_size
     once = tokens * width * ELEMENT_BYTES[config.train.precision]
     passes = (mesh.cp - 1) * (2 if config.train.recompute == "none" else 3) + mesh.cp
@@ -185,7 +195,7 @@ def _tensor_exchanges(config: Config, mesh: Mesh, part: ModelPart) -> int:
     n = mesh.tp
     if n == 1:
         return 0
-    tokens = config.train.micro_batch_size * config.data.seq_len // mesh.cp
+    tokens = _micro_batch_tokens(config, mesh)
     times = 1 if config.model.block == "parallel" else 2
     in_layer = 4 * times
     if config.train.recompute == "full":

@@ -72,6 +72,10 @@ class BatchPlan:
     def num_tokens(self) -> int:
         return sum(micro_batch.num_tokens for rank in self.ranks for micro_batch in rank)
 
+    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
+        """One rank's list."""
+        return self.ranks[rank]
+
 
 def plan_batch_static(step: int, num_sequences: int, seq_len: int, micro_batch_size: int, dp: int) -> BatchPlan:
     """Give each rank an equal, contiguous block of whole sequences, micro_batch_size at a time.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hpc_train.cluster.fabric import Fabric
@@ -32,6 +34,32 @@ def hdp_places(placement: Placement, fabric: Fabric) -> tuple[Integers, Integers
     group, pod = places.leaf[node, 0], places.pod[node, 0]
     order = np.lexsort((gpu, node, host, group, pod))
     return order.astype(np.int64), host, places.port[node, gpu].astype(np.int64)
+
+
+def hdp_figures(placement: Placement, fabric: Fabric | None) -> dict[str, Any]:
+    """What plan.json says of the hdp ranks, so that all ranks and agents plan with the same.
+
+    order, host, port: as `hdp_places`; where no topology is known, nodes are hosts and ranks go in their order.
+    link_bytes_per_s: of a rank's card; None where that is not known.
+    """
+    if fabric is None:
+        ranks = _hdp_ranks(placement.mesh)[0, :, 0]
+        order, host = np.arange(len(ranks)), placement.node_of_rank[ranks].astype(np.int64)
+        places, card = (order, host, host), None
+    else:
+        places, card = hdp_places(placement, fabric), fabric.link_bytes_per_s.get("leaf")
+    names = ("order", "host", "port")
+    return {
+        **{name: array.tolist() for name, array in zip(names, places, strict=True)},
+        "nodes": list(hdp_nodes(placement)),
+        "link_bytes_per_s": card,
+    }
+
+
+def hdp_nodes(placement: Placement) -> tuple[str, ...]:
+    """The node of each hdp rank, on its first stage and first tp rank."""
+    ranks = _hdp_ranks(placement.mesh)[0, :, 0]
+    return tuple(placement.nodes[node] for node in placement.node_of_rank[ranks].tolist())
 
 
 def ring_bytes_by_tier(table: BatchTable, placement: Placement, fabric: Fabric, bytes_per_token: int) -> dict[str, int]:

@@ -158,18 +158,23 @@ class BatchProblem:
         return low
 
     def _check_sums(self) -> None:
-        """By whole numbers without a limit: planning adds in 64 bits."""
-        longest, tokens = int(self.lengths.max(initial=0)), int(self.lengths.sum())
-        a, b, passing, step, constant = self.costs.numbers
-        count, largest = len(self.ranks), int(self.smallest_sizes.max(initial=1))
-        fixed = step * count + constant
-        work = tokens * (a * longest + b + passing * largest) + len(self.lengths) * largest * fixed
-        alone = count * (a * longest**2 // largest + (b + passing) * longest + fixed)
-        bound = 2 * max(work, alone, a * longest**2) * (MILLI // int(self.ranks.speed_milli.min()) + 1)
-        if bound.bit_length() > MAX_BITS:
+        """Planning adds in 64 bits.
+
+        At most the rank-time of all sequences on their smallest rings, as rings grow only where that is faster; or the
+        longest of these times on all ranks, which is what there may be room for.
+        """
+        if not self.lengths.size:
+            return
+        a, b, passing, step, constant = (float(number) for number in self.costs.numbers)
+        lengths, sizes = self.lengths.astype(np.float64), self.smallest_sizes.astype(np.float64)
+        base = (a * lengths**2 + b * lengths) / sizes + (passing * lengths + step * sizes) * (sizes > 1) + constant
+        most = max(float((base * sizes).sum()), len(self.ranks) * float(base.max()), a * float(lengths.max()) ** 2)
+        bound = 2 * most * (MILLI // int(self.ranks.speed_milli.min()) + 1)
+        if bound >= 2.0**MAX_BITS:
+            tokens, longest = int(self.lengths.sum()), int(self.lengths.max())
             raise ConfigError(
-                f"a step of {tokens} tokens, the longest sequence having {longest}, may take {bound} ticks, which does "
-                f"not fit into {MAX_BITS} bits. Use a longer tick"
+                f"a step of {tokens} tokens, the longest sequence having {longest}, may take {bound:.3g} ticks, which "
+                f"does not fit into {MAX_BITS} bits. Use a longer tick"
             )
 
 

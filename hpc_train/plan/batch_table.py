@@ -81,6 +81,18 @@ class BatchTable:
             found[int(self.micro_batch[entry])] = self._micro_batch(pack, place)
         return tuple(found)
 
+    def lengths_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Of each of a rank's micro-batches the tokens of all its whole sequences, in their order.
+
+        All members of a ring have the same, also of sequences so short that some have no piece of them.
+        """
+        found: list[tuple[int, ...]] = [()] * int(self.num_micro_batches[rank])
+        for entry in self._entries(rank).tolist():
+            pack = int(np.searchsorted(self.first_rank, entry, side="right")) - 1
+            sequences = self.sequences[self.first_sequence[pack] : self.first_sequence[pack + 1]]
+            found[int(self.micro_batch[entry])] = tuple(self.lengths[sequences].tolist())
+        return tuple(found)
+
     def plan(self) -> BatchPlan:
         """All ranks' lists, which takes seconds for thousands of ranks."""
         ranks = tuple(self.micro_batches(rank) for rank in range(self.num_ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_train.config import ModelConfig
+from hpc_train.config import Config, ModelConfig
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -16,6 +16,12 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
     attention = h * h + 2 * h * model.kv_heads * model.head_size + h * h
     ffn = (3 if model.family == "llama" else 2) * h * model.ffn_size
     return attention + ffn
+
+
+def micro_batch_shape(config: Config) -> tuple[int, int]:
+    """Sequences of a full micro-batch, and tokens of each; with parallel.hdp one as long as a rank holds."""
+    hdp = config.parallel.hdp
+    return (config.train.micro_batch_size, config.data.seq_len) if hdp is None else (1, hdp.capacity_tokens)
 
 
 def attention_spans(model: ModelConfig, seq_len: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import axis_traffic, micro_batches_of
-from hpc_train.plan.cost import mfu
+from hpc_train.plan.cost import mfu, micro_batch_shape
 from hpc_train.plan.memory import fullest_stage
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COMPUTE, Action
@@ -72,6 +72,9 @@ def estimate_step(config: Config, mesh: Mesh, rates: Rates) -> StepEstimate:
     costs = stage_costs(config, mesh)
     makespan = _makespan(config, mesh, costs, num_micro_batches)
     bubble = 1.0 - num_micro_batches * sum(costs) / (mesh.pp * makespan)
+    if config.parallel.hdp is not None:
+        note = "step time and MFU depend on the lengths of a step's sequences: see `hpc-train plan --batch STEP`"
+        return StepEstimate(memory_bytes, bubble, None, None, (note,))
     notes = _unknown(mesh, rates)
     if notes or not rates.peak_flops or not rates.efficiency:
         return StepEstimate(memory_bytes, bubble, None, None, tuple(notes))
@@ -96,8 +99,8 @@ def stage_costs(config: Config, mesh: Mesh) -> tuple[int, ...]:
 
 def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
     """The same of each (virtual) stage."""
-    train = config.train
-    costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
+    num_sequences, seq_len = micro_batch_shape(config)
+    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
     return [
         sum(costs.layers[part.layers.start : part.layers.stop])
         + (costs.embedding if part.has_embedding else 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import dp_element_bytes, is_split_by_tokens, micro_batches_of
+from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit, plan_parameters
 from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Schedule
@@ -98,8 +99,8 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
 
 def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
     """Operations of one micro-batch on each global chunk."""
-    train = config.train
-    costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
+    num_sequences, seq_len = micro_batch_shape(config)
+    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
     return [
         sum(costs.layers[part.layers.start : part.layers.stop]) + (costs.head_and_loss if part.has_head else 0)
         for part in stage_parts(config, mesh)

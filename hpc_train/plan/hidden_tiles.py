@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import is_split_by_tokens
+from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.hidden import RATIOS
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.stages import model_costs
@@ -80,8 +81,8 @@ def beside_share(config: Config, mesh: Mesh) -> float:
 
 def _compute(config: Config, mesh: Mesh) -> Fraction:
     """Floating-point operations of one micro-batch on a tp rank."""
-    train = config.train
-    costs = model_costs(config.model, config.data.seq_len, train.micro_batch_size, train.recompute)
+    num_sequences, seq_len = micro_batch_shape(config)
+    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
     return Fraction(sum(costs.layers) + costs.head_and_loss, mesh.tp)
 
 
@@ -94,7 +95,8 @@ def _crossings(config: Config, mesh: Mesh) -> Iterator[Crossing]:
     parts = [attention, ffn]
     if model.block == "parallel":
         parts = [(attention[0] + ffn[0], attention[1] + ffn[1])]
-    tokens = config.train.micro_batch_size * config.data.seq_len
+    num_sequences, seq_len = micro_batch_shape(config)
+    tokens = num_sequences * seq_len
     once = Fraction(tokens * h * (mesh.tp - 1), mesh.tp)
     own = Fraction(1, mesh.tp) if by_tokens else Fraction(0)
     is_split = config.parallel.schedule == "zero_bubble"

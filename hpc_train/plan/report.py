@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import TIERS, Fabric
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
+from hpc_train.plan.batch_places import hdp_figures
 from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
 from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
 from hpc_train.plan.hidden import best_hidden
@@ -36,6 +38,7 @@ class PlanReport:
     switches spread it over their links. homes: where the groups of each axis live. nccl: what the plan wants of NCCL.
     fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
     hidden, tp_hidden: what can be hidden of dp's and of tp's transfers at best, by their ratio to compute.
+    hdp: where hdp ranks are in the network, for a run with parallel.hdp; None for others.
     notes: for the user.
     """
 
@@ -57,6 +60,7 @@ class PlanReport:
     tp_hidden: tuple[tuple[float, float], ...]
     gpu_memory_bytes: int | None
     notes: tuple[str, ...]
+    hdp: Mapping[str, Any] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -108,6 +112,8 @@ class PlanReport:
                 "byte_hops": {name: side.byte_hops for name, side in sides.items()},
                 "busiest_uplink": {name: _uplink(side) for name, side in sides.items()},
             }
+        if self.hdp is not None:
+            figures["hdp"] = self.hdp
         figures["nccl"] = {setting.name: setting.value for setting in self.nccl}
         figures["estimate"] = {
             "memory_bytes": self.fullest[1].total,
@@ -173,6 +179,7 @@ def report_plan(
         tp_hidden=best_hidden_tiles(config, mesh),
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),
+        hdp=None if config.parallel.hdp is None else hdp_figures(placement, fabric),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
-from hpc_train.plan.cost import attention_spans, layer_matmul_parameters
+from hpc_train.plan.cost import attention_spans, layer_matmul_parameters, micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart
 
@@ -74,7 +74,8 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
             f"{parallel.pp * parallel.virtual_stages} layers, one for each, and model.num_layers={model.num_layers}. "
             f"{advice}, or more layers."
         )
-    costs = model_costs(model, config.data.seq_len, config.train.micro_batch_size, recompute)
+    num_sequences, seq_len = micro_batch_shape(config)
+    costs = model_costs(model, seq_len, num_sequences, recompute)
     num_stages = parallel.pp * parallel.virtual_stages
     by_cost = split_layers(costs.layers, costs.embedding, costs.head_and_loss, num_stages)
     if parallel.layers_per_stage is None:

@@ -41,7 +41,7 @@ def sections_of(report: PlanReport) -> tuple[Section, ...]:
 def report_text(report: PlanReport) -> str:
     """The whole report for a terminal."""
     parts = [f"{report.name}: {report.size}\n{report.origin}"]
-    parts += [_table_text(section) for section in sections_of(report)]
+    parts += [table_text(section) for section in sections_of(report)]
     if report.all_notes:
         parts.append("\n".join(f"note: {note}" for note in report.all_notes))
     return "\n\n".join(parts) + "\n"
@@ -163,7 +163,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _table_text(section: Section) -> str:
+def table_text(section: Section) -> str:
     lines = [section.header, *section.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(section.header))]
     texts = []

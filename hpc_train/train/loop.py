@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hpc_train.checkpoint.load import Loaded
 from hpc_train.checkpoint.location import Location
@@ -117,12 +117,12 @@ def _check_handlers(run: Run) -> None:
 
 def evaluate(run: Run) -> float:
     """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
-    return run.trainer.evaluate(run.feed.heldout())
+    return run.trainer.evaluate(cast(Iterator[Iterator[Batch]], run.feed.heldout()))
 
 
 def _micro_batches(run: Run) -> Iterator[Batch]:
-    """This rank's part of the plan of the step that has begun."""
-    return run.feed.micro_batches(run.step)
+    """This rank's part of the plan of the step that has begun; rows, since parallel.hdp is refused before a start."""
+    return cast(Iterator[Batch], run.feed.micro_batches(run.step))
 
 
 def restore(run: Run, loaded: Loaded) -> None:

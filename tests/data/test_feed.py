@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.cluster.agent_address import AgentGone, make_job_key
 from hpc_train.data.agent_batches import AgentAddress, ReadingPlace
-from hpc_train.data.batch_source import BatchSource, OwnBatches
+from hpc_train.data.batch_source import BatchSource, OwnBatches, Taken
 from hpc_train.data.feed import Feed, open_feed
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.node_reader import DataService
@@ -33,7 +33,7 @@ def expected_of(prefix: str, steps: int, **data: Any) -> list[tuple[list[Any], d
     """Batches and position of each step, read plainly."""
     own = OwnBatches(Loader(*configs([prefix], steps=steps, **data), vocab_size=VOCAB, dp=1), 0)
     taken = [own.step(number) for number in range(1, steps + 1)]
-    return [([values(batch) for batch in batches], state) for batches, state in taken]
+    return [([values(batch) for batch in one.batches], one.state) for one in taken]
 
 
 def take(feed: Feed, number: int) -> tuple[list[Any], dict[str, Any]]:
@@ -55,10 +55,10 @@ class Slow(BatchSource):
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         return []
 
-    def step(self, number: int) -> tuple[list[Batch], dict[str, Any]]:
+    def step(self, number: int) -> Taken:
         self.asked.append(number)
         assert self.go.acquire(timeout=10)
-        return [], {"at": number}
+        return Taken([], {"at": number})
 
     def begin_evaluation(self) -> None: ...
 

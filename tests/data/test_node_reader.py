@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data import ranges
 from hpc_train.data.agent_batches import AgentAddress, AgentBatches, ReadingPlace
-from hpc_train.data.batch_source import OwnBatches
+from hpc_train.data.batch_source import OwnBatches, Taken
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.node_reader import STEPS_AHEAD, DataService
 from hpc_train.data.node_steps import check_memory, spec_of
@@ -66,7 +65,7 @@ def all_steps(sources: list[AgentBatches], numbers: range) -> list[list[list[Bat
     """Of each rank the batches of each step; every rank in a thread of its own."""
 
     def take(source: AgentBatches) -> list[list[Batch]]:
-        return [source.step(number)[0] for number in numbers]
+        return [source.step(number).batches for number in numbers]
 
     with ThreadPoolExecutor(len(sources)) as pool:
         return list(pool.map(take, sources))
@@ -116,7 +115,7 @@ def test_stages_in_the_middle_map_nothing_and_their_tensors_take_no_memory(
     monkeypatch.setattr(agent_batches.Segment, "received", lambda fd: received.append(fd) or original(fd))
     data, train = configs(two)
     first, middle, last = together(agent, data, train, places(1, pp=3))
-    batches, _ = middle.step(1)
+    batches = middle.step(1).batches
     assert received == [] and len(batches) == 8
     assert batches[0].tokens.untyped_storage().nbytes() == 8
     first.step(1)
@@ -191,19 +190,19 @@ def test_a_position_is_taken_up_and_told_with_each_step(agent: ServedAgent, two:
     expected = [own.step(number) for number in range(1, 13)]
     first = together(agent, data, train, places(2), "one")
     for number in range(1, 6):
-        states = [source.step(number)[1] for source in first]
-        assert states == [expected[number - 1][1]] * 2
+        states = [source.step(number).state for source in first]
+        assert states == [expected[number - 1].state] * 2
     again = together(agent, data, train, places(2), "two")
     assert [source.restore(states[0]) for source in again] == [[], []]
     assert again[0].first_state() == states[0]
-    batches, state = all_steps_with_state(again, 6)
-    assert [values(batch) for batch in batches] == [values(batch) for batch in expected[5][0]]
-    assert state == expected[5][1]
+    taken = all_steps_with_state(again, 6)
+    assert [values(batch) for batch in taken.batches] == [values(batch) for batch in expected[5].batches]
+    assert taken.state == expected[5].state
     for source in (*first, *again):
         source.close()
 
 
-def all_steps_with_state(sources: list[AgentBatches], number: int) -> tuple[list[Batch], dict[str, Any]]:
+def all_steps_with_state(sources: list[AgentBatches], number: int) -> Taken:
     """What the last of these ranks gets of a step that all take."""
     return [source.step(number) for source in sources][-1]
 

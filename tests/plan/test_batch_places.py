@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from hpc_train.cluster.fabric_clos import clos_fabric
+from hpc_train.errors import LaunchError
 from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.batch_balanced import BalancedPlanner
 from hpc_train.plan.batch_cost import BatchCosts
+from hpc_train.plan.batch_of_run import batches_of_plan
 from hpc_train.plan.batch_places import hdp_places, ring_bytes_by_tier, ring_edges
 from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
 from hpc_train.plan.batch_table import BatchTable
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.placement import place
+from hpc_train.plan.run import Plan
 from tests.plan.fabrics import make_allocation
+from tests.plan.reports import make_config, make_report
 
 COSTS = BatchCosts(attention_per_square=1, linear_per_token=24576, ring_per_token=5560)
 
@@ -99,3 +103,20 @@ def test_edges_carry_what_a_ring_passes():
     sender, receiver, tokens = ring_edges(table)
     assert sorted(zip(sender.tolist(), receiver.tolist(), strict=True)) == [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert tokens.tolist() == [3072] * 4
+
+
+def test_ranks_and_agents_plan_with_what_plan_json_says_of_hdp_ranks() -> None:
+    """A run's plan, read back, gives the setup that `plan --batch` uses; one made without parallel.hdp is refused."""
+    config = make_config({"tp": 2, "hdp": {"capacity_tokens": 128}})
+    report = make_report(config=config)
+    plan = Plan.from_json(report.plan.to_json())
+    found = batches_of_plan(config, plan)
+    assert found is not None and report.fabric is not None
+    order, host, port = hdp_places(report.placement, report.fabric)
+    assert found.ranks.order.tolist() == order.tolist()
+    assert (found.ranks.host.tolist(), found.ranks.port.tolist()) == (host.tolist(), port.tolist())
+    assert batches_of_plan(make_config(), plan) is None
+    with pytest.raises(LaunchError, match="says nothing of hdp ranks"):
+        batches_of_plan(config, make_report().plan)
+    without = make_report(None, config=config).plan
+    assert without.further["hdp"]["nodes"] == [f"n{rank // 4}" for rank in range(32)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_train.cli import main
 from hpc_train.config import load_config
-from hpc_train.errors import DataError
-from hpc_train.launch.checks import check_before_start
+from hpc_train.errors import ConfigError, DataError
+from hpc_train.launch.checks import check_before_start, check_sizes
 from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
@@ -45,3 +46,35 @@ def test_gpt_175b_costs_what_its_published_runs_counted() -> None:
     counted = flops_per_token(config.model, config.data.seq_len)
     assert counted == pytest.approx(0.53 * 256 * 312e12 / 39300, rel=0.004)
     assert counted == pytest.approx(0.433 * 8192 * 312e12 / 1027900, rel=0.004)
+
+
+CONTEXTS = ("256k", "512k", "1m", "2m")
+LONG = [f"llama-{size}-{context}" for size in ("7b", "13b", "30b", "70b") for context in CONTEXTS]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_recipe_fits_the_machines_that_it_is_for(name: str) -> None:
+    """256 hdp ranks, which hold 2M tokens; 32M tokens a step; fewer ranks than its context needs are refused."""
+    config = load_config(name)
+    parallel, hdp = config.parallel, config.parallel.hdp
+    assert hdp is not None and config.train.global_batch_size * config.data.seq_len == 32 << 20
+    published = load_config(name.rpartition("-")[0]).model
+    changed = {"num_kv_heads": config.model.num_kv_heads, "rope_theta": config.model.rope_theta}
+    assert config.model == published.model_copy(update=changed)
+    mesh = Mesh(parallel.pp, 256, 1, parallel.tp)
+    check_sizes(config, mesh)
+    check_memory(config, mesh, 80 * 10**9)
+    needed = config.data.seq_len // hdp.capacity_tokens
+    with pytest.raises(ConfigError, match=f"Use {needed} ranks"):
+        check_sizes(config, Mesh(parallel.pp, needed - 1, 1, parallel.tp))
+    with pytest.raises(ConfigError, match=r"parallel.hdp is planned .* and not carried out"):
+        check_before_start(config, mesh)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_recipe_is_accepted_by_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parallel = load_config(name).parallel
+    nodes = 256 * parallel.pp * parallel.tp // 8
+    assert main(["plan", name, "-N", str(nodes), "--fabric", f"clos:pods=8,nodes={nodes // 8}"]) == 0
+    assert "see `hpc-train plan --batch STEP`" in capsys.readouterr().out
