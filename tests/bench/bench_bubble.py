@@ -6,7 +6,9 @@ stages, one thread each; what is planned there comes from the measured costs of 
 split of the layers has no part in the difference.
 
 Idle is what of the time from the common start to the last stage's end is not spent in F, B and W; a wait for a message
-is idle. Prints JSON. Under torchrun's variables (`hpc-train exec`, torchrun) the ranks are those, else processes here.
+is idle, and so is posting one. What a sleeping stage's F and B take beside the sleep (autograd, some 0.6 ms each) is
+work like that of a real one; what is idle with the sleep alone as work is printed too. Prints JSON. Under torchrun's
+variables (`hpc-train exec`, torchrun) the ranks are those, else processes here.
 
     python -m tests.bench.bench_bubble [--rounds 5] [--micro-batches 8] [--sleep-ms 20] [--transfer-ms 0] [--real]
 """
@@ -87,28 +89,6 @@ class _SleepingChunk:
         self.slept_s.append(time.perf_counter() - start)
 
 
-def _emulate(me: TestRank, kind: str, virtual: int, micro_batches: int, sleep_s: float, rounds: int) -> list[Any]:
-    """Of each round this stage's busy time and the time from the common start to its end, in seconds."""
-    import torch.distributed as dist
-
-    groups = build_groups(make_world(me), training_plan(Mesh(me.world_size, 1, 1, 1), with_tied=False))
-    slept_s: list[float] = []
-    chunks = [_SleepingChunk(sleep_s, kind == "zero_bubble", slept_s) for _ in range(virtual)]
-    queues: Any = chunks if kind == "zero_bubble" else None
-    pipeline = Pipeline(chunks, groups.along("pp"), groups.along(BACKWARD), torch.float32, queues)  # type: ignore[arg-type]
-    schedule = plan_schedule(kind, me.world_size, micro_batches, virtual)  # type: ignore[arg-type]
-    zeros_BT = torch.zeros(SHAPE[:2], dtype=torch.int64)
-    inputs = [Inputs(zeros_BT, zeros_BT, zeros_BT, AttentionPlan(None))] * micro_batches
-    found = []
-    for _ in range(rounds + 1):
-        slept_s.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        pipeline.run(schedule, inputs)
-        found.append((sum(slept_s), time.perf_counter() - start))
-    return found[1:]  # the first one makes connections
-
-
 class _TimedPipeline(Pipeline):
     """Notes how long each F, B and W took without its wait for a message."""
 
@@ -137,6 +117,30 @@ class _TimedPipeline(Pipeline):
         start, waited_s = time.perf_counter(), self.waited_s
         work()
         self.spent_s[action.op, action.model_chunk].append(time.perf_counter() - start - (self.waited_s - waited_s))
+
+
+def _emulate(me: TestRank, kind: str, virtual: int, micro_batches: int, sleep_s: float, rounds: int) -> list[Any]:
+    """Of each round this stage's busy time, the time from the common start to its end, and what it slept of it."""
+    import torch.distributed as dist
+
+    groups = build_groups(make_world(me), training_plan(Mesh(me.world_size, 1, 1, 1), with_tied=False))
+    slept_s: list[float] = []
+    chunks = [_SleepingChunk(sleep_s, kind == "zero_bubble", slept_s) for _ in range(virtual)]
+    queues: Any = chunks if kind == "zero_bubble" else None
+    pipeline = _TimedPipeline(chunks, groups.along("pp"), groups.along(BACKWARD), torch.float32, queues)  # type: ignore[arg-type]
+    schedule = plan_schedule(kind, me.world_size, micro_batches, virtual)  # type: ignore[arg-type]
+    zeros_BT = torch.zeros(SHAPE[:2], dtype=torch.int64)
+    inputs = [Inputs(zeros_BT, zeros_BT, zeros_BT, AttentionPlan(None))] * micro_batches
+    found = []
+    for _ in range(rounds + 1):
+        slept_s.clear()
+        pipeline.begin()
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.run(schedule, inputs)
+        end_s = time.perf_counter() - start
+        found.append((sum(map(sum, pipeline.spent_s.values())), end_s, sum(slept_s)))
+    return found[1:]  # the first one makes connections
 
 
 def _compute(me: TestRank, kind: str, virtual: int, micro_batches: int, rounds: int) -> list[Any]:
@@ -188,8 +192,11 @@ def emulated(args: argparse.Namespace, kind: str, virtual: int) -> dict[str, Any
     sleep_us, transfer_us = round(1000 * args.sleep_ms), round(1000 * args.transfer_ms)
     weight = {"backward": sleep_us, "weight": sleep_us} if schedule.splits_backward else {"backward": 2 * sleep_us}
     planned = simulate(schedule, even_costs(forward=sleep_us, transfer=transfer_us, **weight)).bubble
-    executed = [idle_share(list(of_stages)) for of_stages in zip(*results, strict=True)]
-    return _report([planned] * len(executed), executed)
+    rounds = list(zip(*results, strict=True))
+    executed = [idle_share([(busy_s, end_s) for busy_s, end_s, _ in of_stages]) for of_stages in rounds]
+    asleep = [idle_share([(slept_s, end_s) for _, end_s, slept_s in of_stages]) for of_stages in rounds]
+    plan = [planned] * len(executed)
+    return {**_report(plan, executed), "points_apart_if_only_sleep_is_work": _report(plan, asleep)["points_apart"]}
 
 
 def real(args: argparse.Namespace, kind: str, virtual: int) -> dict[str, Any] | None:
