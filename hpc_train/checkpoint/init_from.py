@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_train.checkpoint.fill import fill
 from hpc_train.checkpoint.find import find_checkpoint
-from hpc_train.checkpoint.load import load_pieces
 from hpc_train.checkpoint.location import Location, locate
-from hpc_train.checkpoint.manifest import read_manifest
+from hpc_train.checkpoint.manifest import parse_manifest, read_manifest
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, require_model
+from hpc_train.checkpoint.needs import plan_loading
 from hpc_train.checkpoint.state import StatePiece
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
@@ -22,15 +23,19 @@ def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, wor
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
     """
-    found, error = None, None
+    told, error = None, None
     if world.rank == 0:
         try:
             found = find_checkpoint(source)
-            require_model(found, read_manifest(found), spec)
+            manifest = read_manifest(found)
+            require_model(found, manifest, spec)
+            told = [str(found), manifest.to_json()]
         except HpcTrainError as problem:
             error = CheckpointError(f"checkpoint.init_from: {problem}")
     world.agree(error)
-    path = locate(world.control.broadcast(str(found)))
-    damage = load_pieces(path, [piece for piece in pieces if piece.name.startswith(MODEL_PREFIX)])
-    world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage else None)
+    told = world.control.broadcast(told)
+    path = locate(told[0])
+    of_model = [piece for piece in pieces if piece.name.startswith(MODEL_PREFIX)]
+    damage = fill(plan_loading(path, parse_manifest(told[1], path), of_model, world, exact=False), world)
+    world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage and world.rank == 0 else None)
     return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.checkpoint.location import Location, Place, locate
@@ -51,8 +51,25 @@ class Manifest:
 
     def to_json(self) -> str:
         """One JSON object; its last key is the checksum of all the text before."""
-        head = json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})[:-1]
+        # By hand: a run on 12,288 GPUs has 200,000 boxes, for which asdict takes seconds.
+        tensors = {name: _plain(tensor) for name, tensor in self.tensors.items()}
+        tree = {"step": self.step, "values": self.values, "tensors": tensors, "files": self.files}
+        head = json.dumps({"format_version": FORMAT_VERSION, **tree})[:-1]
         return f"{head}{_CHECKSUM_KEY}{zlib.crc32(head.encode())}}}"
+
+
+def _plain(tensor: StoredTensor) -> dict[str, Any]:
+    boxes = [
+        {
+            "box": {"offsets": stored.box.offsets, "sizes": stored.box.sizes},
+            "file": stored.file,
+            "start": stored.start,
+            "num_bytes": stored.num_bytes,
+            "crc32": stored.crc32,
+        }
+        for stored in tensor.boxes
+    ]
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
 
 
 class NewerFormatError(CheckpointError):

@@ -20,6 +20,7 @@ from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.run_location import CLAIM_FILE, open_location, run_location
 from hpc_train.checkpoint.store import Patience, StoreError
 from hpc_train.errors import CheckpointError
+from tests.bench import bench_checkpoint_load
 from tests.checkpoint import plain_state
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.plain_state import Alone
@@ -253,3 +254,14 @@ def test_a_kill_at_any_moment_leaves_the_newest_complete_one(folder: Location) -
     plain_state.save(Alone(), folder, found[-1] + 1, ELEMENTS, keep=2)
     assert plain_state.load(Alone(), folder, ELEMENTS) == found[-1] + 1
     assert _hidden(folder) == [] and len(_steps(folder)) <= 2
+
+
+# Loads
+
+
+def test_state_that_all_ranks_hold_leaves_the_data_nodes_once(hdfs: HdfsCluster, folder: Location) -> None:
+    """32 MiB on four ranks: a rank's reads go on to the others."""
+    run_ranks(bench_checkpoint_load.save, 4, str(folder), 2)
+    before = hdfs.bytes_sent()
+    run_ranks(bench_checkpoint_load.load_ours, 4, str(folder), 2)
+    assert 32 * MIB <= hdfs.bytes_sent() - before <= 1.05 * 32 * MIB

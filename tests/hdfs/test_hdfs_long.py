@@ -10,9 +10,12 @@ import time
 import pytest
 
 from hpc_train.checkpoint.location import locate
+from hpc_train.checkpoint.store import Patience
+from hpc_train.errors import CheckpointError
 from tests.checkpoint import plain_state
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.plain_state import Alone
+from tests.ranks import TestRank, run_ranks
 from tests.services.hdfs import HdfsCluster
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -66,3 +69,43 @@ def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster) -> None:
     assert not saver.is_alive()
     plain_state.save(Alone(), place, saved[-1] + len(failed) + 1, ELEMENTS, keep=2)
     place.remove()
+
+
+def _load_again_and_again(me: TestRank, place: str, times: int) -> list[str]:
+    """What came of each load: its step, every number of it compared, or the kind of error."""
+    found = []
+    for _ in range(times):
+        try:
+            found.append(str(plain_state.load(me, locate(place, Patience(total_s=20.0)), 4 * ELEMENTS)))
+        except CheckpointError:
+            found.append("refused")
+    return found
+
+
+def test_kills_of_data_nodes_while_ranks_load(hdfs: HdfsCluster) -> None:
+    """One of two data nodes dies again and again: a load is right, or ends on all ranks alike."""
+    place, chance, is_over = f"{hdfs.url}/kills/loads-{os.getpid()}", random.Random(2), threading.Event()
+    plain_state.save(Alone(), place, 1, 4 * ELEMENTS)
+    kills = []
+
+    def kill() -> None:
+        while not is_over.wait(0.5 * chance.random()):
+            number = len(kills) % 2
+            hdfs.kill_data_node(number)
+            kills.append(number)
+            is_over.wait(chance.random())
+            hdfs.start_data_node(number)
+            hdfs.wait_for_data_nodes()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        first, *others = run_ranks(_load_again_and_again, 3, place, 40, timeout_s=900.0)
+    finally:
+        is_over.set()
+        killer.join(180)
+    print(f"{len(kills)} kills of data nodes in 40 loads by 3 ranks: {first.count('1')} right, the others refused")
+    assert not killer.is_alive() and kills
+    assert all(found == first for found in others)
+    assert first.count("1") > 0
+    locate(place).remove()

@@ -1,7 +1,7 @@
 """A real HDFS on this machine: one name node and two data nodes, each a JVM that a test may kill and start again.
 
 Hadoop is that of HADOOP_HOME, else the classes that env/setup_hadoop.sh has put beside the environment. Everything is
-on 127.0.0.1 and in one folder; the processes die with us.
+on one address and in one folder; the processes die with us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -37,6 +37,8 @@ _OPENED = ["lang", "nio", "net", "util", "lang.reflect", "util.concurrent", "io"
 _OLDEST_JAVA, _NEWEST_JAVA = 8, 23
 _JVM = ["-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto"]
 _START_S = 120.0
+_METRICS_PERIOD_S = 1
+"""How old a server's account of itself may be; else 10 s."""
 
 
 def skip_reason() -> str | None:
@@ -88,10 +90,13 @@ def class_path() -> list[str]:
 
 
 class HdfsCluster:
-    """One HDFS with two copies of each block, in blocks of 4 MiB. Its superuser is the user that runs the tests."""
+    """One HDFS with two copies of each block, in blocks of 4 MiB. Its superuser is the user that runs the tests.
 
-    def __init__(self, num_data_nodes: int = 2) -> None:
-        self._num_data_nodes = num_data_nodes
+    address, enter: where it serves, and the words before a command that bring it to where that address is its own.
+    """
+
+    def __init__(self, num_data_nodes: int = 2, address: str = "127.0.0.1", enter: Sequence[str] = ()) -> None:
+        self._num_data_nodes, self._address, self._enter = num_data_nodes, address, list(enter)
         java = find_java()
         assert java is not None, "no Java: mark the test `hdfs`"
         self._java = java
@@ -101,7 +106,7 @@ class HdfsCluster:
 
     @property
     def authority(self) -> str:
-        return f"127.0.0.1:{self._ports[0]}"
+        return f"{self._address}:{self._ports[0]}"
 
     @property
     def url(self) -> str:
@@ -109,7 +114,7 @@ class HdfsCluster:
 
     @property
     def http_address(self) -> str:
-        return f"127.0.0.1:{self._ports[1]}"
+        return f"{self._address}:{self._ports[1]}"
 
     @property
     def conf_folder(self) -> Path:
@@ -184,6 +189,7 @@ class HdfsCluster:
 
     def bytes_sent(self) -> int:
         """What the data nodes have sent to readers since they started."""
+        time.sleep(1.5 * _METRICS_PERIOD_S)  # until what was just sent is in what they say
         return sum(self._metric(port, "DataNodeActivity", "BytesRead") for port in self._data_http_ports())
 
     def last_words(self) -> str:
@@ -216,7 +222,7 @@ class HdfsCluster:
         for kind in ("exports", "opens"):
             opened.append(f"--add-{kind}=java.security.jgss/sun.security.krb5=ALL-UNNAMED")
         modules = opened if self._java.release > 8 else []
-        return [self._java.program, *_JVM, *modules, "-cp", self.class_path, main_class, *words]
+        return [*self._enter, self._java.program, *_JVM, *modules, "-cp", self.class_path, main_class, *words]
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name != "JAVA_TOOL_OPTIONS"}
@@ -232,7 +238,7 @@ class HdfsCluster:
             return False
 
     def _beans(self, port: int, query: str) -> list[dict]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/jmx?qry={query}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self._address}:{port}/jmx?qry={query}", timeout=5) as answer:
             return json.load(answer)["beans"]
 
     def _data_http_ports(self) -> list[int]:
@@ -255,12 +261,12 @@ class HdfsCluster:
             "dfs.replication": self._num_data_nodes,
             "dfs.blocksize": 4 << 20,
             "dfs.namenode.name.dir": f"{self.folder}/name",
-            "dfs.namenode.rpc-address": f"127.0.0.1:{name_port}",
-            "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
-            "dfs.namenode.secondary.http-address": "127.0.0.1:0",
-            "dfs.datanode.address": "127.0.0.1:0",
-            "dfs.datanode.ipc.address": "127.0.0.1:0",
-            "dfs.datanode.http.address": "127.0.0.1:0",
+            "dfs.namenode.rpc-address": f"{self._address}:{name_port}",
+            "dfs.namenode.http-address": f"{self._address}:{http_port}",
+            "dfs.namenode.secondary.http-address": f"{self._address}:0",
+            "dfs.datanode.address": f"{self._address}:0",
+            "dfs.datanode.ipc.address": f"{self._address}:0",
+            "dfs.datanode.http.address": f"{self._address}:0",
             # A dead data node is noticed after ten beats and two looks, here 12 s.
             "dfs.heartbeat.interval": 1,
             "dfs.namenode.heartbeat.recheck-interval": 1000,
@@ -275,6 +281,7 @@ class HdfsCluster:
         for name, settings in (("core-site.xml", core), ("hdfs-site.xml", hdfs)):
             (self.conf_folder / name).write_text(_xml(settings))
         (self.conf_folder / "log4j.properties").write_text(_LOGGING)
+        (self.conf_folder / "hadoop-metrics2.properties").write_text(f"*.period={_METRICS_PERIOD_S}\n")
 
 
 _LOGGING = """\

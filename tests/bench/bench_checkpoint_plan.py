@@ -1,0 +1,91 @@
+"""Who writes and who reads what of a checkpoint of 175B parameters on 12,288 GPUs: time of the plans, and balance.
+
+The state is that of the recipe gpt-175b (weights and two moments in fp32) on tp 8, pp 8 with 6 virtual stages, dp 192.
+It is read by the same mesh, and by it from a checkpoint of another one. Prints JSON.
+
+    python -m tests.bench.bench_checkpoint_plan
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config import Config, load_config
+from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
+from hpc_train.plan.mesh import Mesh
+from tests.plan.held_state import HeldState, held_state, places_of
+
+WORLD, GPUS_PER_NODE, ITEM = 12288, 8, 4
+OTHER = {"pp": 12, "tp": 4, "virtual_stages": 2}
+
+
+def _timed(act: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """Seconds by the clock, and of this process's CPU time, which other work beside does not change as much."""
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    result = act()
+    seconds = {"wall_s": time.perf_counter() - begin, "cpu_s": time.process_time() - begin_cpu}
+    return result, {name: round(value, 3) for name, value in seconds.items()}
+
+
+def _with(config: Config, **parallel: int) -> tuple[Config, Mesh]:
+    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    return changed, Mesh.fill(WORLD, pp=changed.parallel.pp, tp=changed.parallel.tp)
+
+
+def _load(saved: HeldState, held: HeldState, mesh: Mesh) -> dict[str, object]:
+    item_bytes = np.full(len(saved.rank), ITEM)
+    plan, seconds = _timed(
+        lambda: plan_load(saved.boxes, item_bytes, held.boxes, held.rank, places_of(mesh, GPUS_PER_NODE))
+    )
+    by_rank = plan.bytes_read
+    busiest = int(by_rank.argmax())
+    deliveries, own_seconds = _timed(lambda: plan.deliveries(busiest))
+    needed = np.bincount(held.rank, weights=held.boxes.num_elements * ITEM, minlength=WORLD)
+    return {
+        "plan": seconds,
+        "deliveries of the busiest rank": len(deliveries),
+        "listing them": own_seconds,
+        "read from the store over the state": round(by_rank.sum() / (saved.boxes.num_elements.sum() * ITEM), 4),
+        "gaps": len(plan.gaps),
+        "most over mean read by a rank": round(by_rank.max() / by_rank.mean(), 3),
+        "most over mean needed by a rank": round(needed.max() / needed.mean(), 3),
+        "most over mean read by a node": _most_over_mean(by_rank, plan, "node"),
+        "most over mean read on a rail": _most_over_mean(by_rank, plan, "rail"),
+        "parts": len(plan.parts),
+    }
+
+
+def _most_over_mean(by_rank: np.ndarray, plan: LoadPlan, what: str) -> float:
+    total = np.bincount(getattr(plan.places, what), weights=by_rank)
+    return round(float(total.max() / total.mean()), 3)
+
+
+def main() -> None:
+    config = load_config("gpt-175b")
+    config, mesh = _with(config)
+    saved, write_s = _timed(lambda: held_state(config, mesh, counted=True))
+    held, need_s = _timed(lambda: held_state(config, mesh, counted=False))
+    other = held_state(*_with(config, **OTHER), counted=True)
+    writers = np.bincount(saved.rank, weights=saved.boxes.num_elements * ITEM, minlength=WORLD)
+    figures = {
+        "mesh": mesh.describe(),
+        "boxes written": len(saved.rank),
+        "state_bytes": int(writers.sum()),
+        "save": {
+            "boxes of all ranks": write_s,
+            "most over mean written by a rank": round(writers.max() / writers.mean(), 3),
+        },
+        "needs of all ranks": need_s,
+        "load by the same mesh": _load(saved, held, mesh),
+        f"load of one saved on {_with(config, **OTHER)[1].describe()}": _load(other, held, mesh),
+    }
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
