@@ -89,6 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     from hpc_train.launch.plan_arguments import add_plan_parser
 
     add_plan_parser(commands)
+    from hpc_train.launch.profile_arguments import add_profile_parser
+
+    add_profile_parser(commands)
     from hpc_train.health.doctor.arguments import add_doctor_parser
 
     add_doctor_parser(commands)
@@ -173,6 +176,12 @@ def _lengths_of_step(config: Config, step: int) -> list[int]:
     return lengths_of_step(config, step)
 
 
+def _profile(options: argparse.Namespace) -> int:
+    from hpc_train.launch.profile_command import profile_command
+
+    return profile_command(options)
+
+
 def _status(options: argparse.Namespace) -> int:
     from hpc_train.launch.status import status_command
 
@@ -233,6 +242,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "submit": _submit,
     "exec": _exec,
     "plan": _plan,
+    "profile": _profile,
     "status": _status,
     "logs": _logs,
     "cancel": _cancel,

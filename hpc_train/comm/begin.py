@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.comm.collectives import Group
-from hpc_train.record import NO_SEGMENT, Segment
+from hpc_train.record import NO_SEGMENT, Kind, Segment
 
 
 @dataclass
@@ -141,6 +141,45 @@ def exchange(transfers: Sequence[tuple[int, torch.Tensor, torch.Tensor]], group:
         works.append(dist.irecv(theirs, src=rank, group=group.handle))
         works.append(dist.isend(ours, dst=rank, group=group.handle))
     return works
+
+
+def begin_shift(
+    sent: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    group: Group,
+    *,
+    to_rank: int,
+    from_rank: int,
+) -> list[Pending]:
+    """Begin to send tensors to one group rank and to receive others from one, as each member of a ring does.
+
+    What is sent is received in its order. Tensors are contiguous and live unchanged until all has been awaited; empty
+    ones do not travel, so both sides must know which ones are.
+    """
+    sent = [tensor for tensor in sent if tensor.numel()]
+    received = [tensor for tensor in received if tensor.numel()]
+    ahead, behind = group.ranks[to_rank], group.ranks[from_rank]
+    under_way = []
+    if received:
+        num_bytes = sum(tensor.nbytes for tensor in received)
+        under_way.append(Pending(segment=group.timed("recv", num_bytes, Kind.RECEIVE, behind)))
+    if sent:
+        num_bytes = sum(tensor.nbytes for tensor in sent)
+        under_way.append(Pending(segment=group.timed("send", num_bytes, Kind.SEND, ahead)))
+    if not under_way:
+        return []
+    if group.backend == "nccl":
+        operations = [dist.P2POp(dist.irecv, tensor, behind, group.handle) for tensor in received]
+        operations += [dist.P2POp(dist.isend, tensor, ahead, group.handle) for tensor in sent]
+        works = list(dist.batch_isend_irecv(operations))
+        for pending in under_way:
+            pending.works = works
+        return under_way
+    if received:
+        under_way[0].works = [dist.irecv(tensor, src=behind, group=group.handle) for tensor in received]
+    if sent:
+        under_way[-1].works = [dist.isend(tensor, dst=ahead, group=group.handle) for tensor in sent]
+    return under_way
 
 
 def _add(mine: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:

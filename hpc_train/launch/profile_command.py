@@ -1,0 +1,41 @@
+"""`hpc-train profile`: starts ranks that measure this machine for batch planning."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.process import own_process
+from hpc_train.cluster.situation import find_situation
+from hpc_train.config import load_config
+from hpc_train.errors import ConfigError
+from hpc_train.launch.driver import find_job
+from hpc_train.launch.exec import exec_command
+
+
+def profile_command(options: Namespace) -> int:
+    """Carry out `profile`: rank 0 writes the file."""
+    config = load_config(options.config, options.overrides)
+    out = Path(options.out).absolute()
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {options.out}: the folder {out.parent} does not exist; make it, or name another file")
+    env = process_env()
+    ranks, per_node = options.ranks, options.ranks_per_node
+    if ranks is None and per_node is None and find_job(env, find_situation(env, own_process())) is None:
+        ranks = 2 * config.parallel.tp  # two hdp ranks are the least that a ring has
+    program = [sys.executable, "-m", "hpc_train.train.profile_ranks", options.config, *options.overrides]
+    program += ["--out", str(out), "--repeats", str(options.repeats)]
+    return exec_command(
+        Namespace(
+            ranks=ranks,
+            ranks_per_node=per_node,
+            mpi=options.mpi or config.launch.mpi,
+            run_dir=None,
+            timeout=config.launch.timeout_s,
+            interface=config.launch.interface,
+            fabric=config.fabric.source,
+            verbatim=program,
+        )
+    )
