@@ -6,7 +6,9 @@ into n tiles of t queries, each of which sees at most s = t + window - 1 keys.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,25 @@ import torch.nn.functional as F
 _SMALLEST_TILE = 64
 
 
+class AttentionCore(ABC):
+    """Knows which tokens of one micro-batch see which, and computes what they get."""
+
+    @abstractmethod
+    def attend(
+        self, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """What each query gets of the values that it sees: (B, H, T, D).
+
+        window: of a layer: how many tokens a query sees at most, itself the last of them; None for all before it.
+        """
+
+
+@final
 @dataclass(frozen=True)
-class AttentionPlan:
-    """Which tokens see which, for one micro-batch: causal, and within a document only; a layer may add its window.
+class AttentionPlan(AttentionCore):
+    """Whole sequences, each a row: a token sees those before it in its document.
+
+    With a window attention costs T * window, in time and in memory.
 
     document_BT: the number of each token's document, or None when every sequence is one document.
     """
@@ -40,6 +58,17 @@ class AttentionPlan:
         assert document_BT.shape[1] == seq_len
         return cls(document_BT.to(device))
 
+    def attend(
+        self, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        num_tokens = q_BHTD.shape[2]
+        if window is None or window >= num_tokens:
+            return _attend(q_BHTD, k_BKTD, v_BKTD, self.whole_mask())
+        tiles = _Tiles(num_tokens, window)
+        mask_n1ts = self.window_mask(tiles, q_BHTD.shape[0], q_BHTD.device)
+        y_nHtD = _attend(tiles.of_queries(q_BHTD), tiles.of_keys(k_BKTD), tiles.of_keys(v_BKTD), mask_n1ts)
+        return tiles.joined(y_nHtD)
+
     def whole_mask(self) -> torch.Tensor | None:
         """(B, 1, T, T) bool, True where a query (dim 2) sees a key (dim 3); None where plain causal attention does."""
         if self.document_BT is None:
@@ -55,23 +84,6 @@ class AttentionPlan:
         if key not in self._masks:
             self._masks[key] = tiles.mask(num_sequences, self.document_BT, device)
         return self._masks[key]
-
-
-def attend(
-    q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, plan: AttentionPlan, window: int | None
-) -> torch.Tensor:
-    """What each query gets of the values that it sees: (B, H, T, D).
-
-    window: how many tokens a query sees, itself the last of them; None for all before it. It costs T * window, in time
-    and in memory.
-    """
-    num_tokens = q_BHTD.shape[2]
-    if window is None or window >= num_tokens:
-        return _attend(q_BHTD, k_BKTD, v_BKTD, plan.whole_mask())
-    tiles = _Tiles(num_tokens, window)
-    mask_n1ts = plan.window_mask(tiles, q_BHTD.shape[0], q_BHTD.device)
-    y_nHtD = _attend(tiles.of_queries(q_BHTD), tiles.of_keys(k_BKTD), tiles.of_keys(v_BKTD), mask_n1ts)
-    return tiles.joined(y_nHtD)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -18,27 +18,39 @@ _RANDOM_BITS = 24
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What is the same for all that a micro-batch drops. sequences_B: the global index of each sequence in its step."""
+    """What is the same for all that a micro-batch drops.
+
+    sequences_B: the global index of each row's sequence in its step; where rows have pieces of several, of each token:
+    (B, T), with its place in its sequence in places_BT.
+    """
 
     probability: float
     seed: int
     step: int
     sequences_B: torch.Tensor
+    places_BT: torch.Tensor | None = None
 
 
 def drop(x_BTh: torch.Tensor, key: DropoutKey | None, *, layer: int, site: int, first_token: int) -> torch.Tensor:
     """Zero elements with the key's probability and scale the others up; without a key, x as it is.
 
-    layer, site: which dropout of the model this is. first_token: the place in its sequence of x's first token.
+    layer, site: which dropout of the model this is. first_token: the place in its row of x's first token.
     """
     if key is None or key.probability == 0.0:
         return x_BTh
     _, num_tokens, num_channels = x_BTh.shape
+    tokens = slice(first_token, first_token + num_tokens)
+    sequences = key.sequences_B.to(x_BTh.device)
+    if key.places_BT is None:
+        sequences_BT1 = sequences[:, None, None]
+        places_BT = torch.arange(tokens.start, tokens.stop, device=x_BTh.device)
+    else:
+        sequences_BT1 = sequences[:, tokens, None]
+        places_BT = key.places_BT[:, tokens]
     start = _number(key.seed, key.step, layer, site)
-    rows_B11 = _mix(key.sequences_B.to(x_BTh.device) * _GAMMA + start)[:, None, None]
-    first = first_token * num_channels
-    place_Th = torch.arange(first, first + num_tokens * num_channels, device=x_BTh.device)
-    bits_BTh = _mix(rows_B11 + (place_Th * _GAMMA).view(num_tokens, num_channels)) >> (64 - _RANDOM_BITS)
+    rows_BT1 = _mix(sequences_BT1 * _GAMMA + start)
+    places_BTh = places_BT[..., None] * num_channels + torch.arange(num_channels, device=x_BTh.device)
+    bits_BTh = _mix(rows_BT1 + places_BTh * _GAMMA) >> (64 - _RANDOM_BITS)
     bits_BTh &= (1 << _RANDOM_BITS) - 1
     keep_BTh = bits_BTh >= int(key.probability * (1 << _RANDOM_BITS))
     return x_BTh * keep_BTh * (1.0 / (1.0 - key.probability))

@@ -10,6 +10,7 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_train.config import ModelConfig
-from hpc_train.models.attention import AttentionPlan, attend
+from hpc_train.models.attention import AttentionCore
 from hpc_train.models.dropout import DropoutKey, drop
 from hpc_train.models.loss import head_loss
+from hpc_train.models.saving import LayerSaving
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,15 @@ class Inputs:
     """A micro-batch as a model reads it.
 
     tokens_BT, labels_BT (-100: not supervised), positions_BT (a token's place in its document): (B, T) int64. dropout:
-    None where nothing is dropped.
+    None where nothing is dropped. saving: None where what layers save stays where it is.
     """
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
-    plan: AttentionPlan
+    plan: AttentionCore
     dropout: DropoutKey | None = None
+    saving: LayerSaving | None = None
 
 
 class Part(nn.Module, ABC):
@@ -93,7 +96,7 @@ class Attention(Part):
         q_BTf: torch.Tensor,
         k_BTf: torch.Tensor,
         v_BTf: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionCore,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         B, T, _ = q_BTf.shape
@@ -108,14 +111,14 @@ class Attention(Part):
         q_BHTD: torch.Tensor,
         k_BKTD: torch.Tensor,
         v_BKTD: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionCore,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         if rotary is not None:
             q_BHTD, k_BKTD = _rotate(q_BHTD, *rotary), _rotate(k_BKTD, *rotary)
         if self.kv_of_head is not None:
             k_BKTD, v_BKTD = k_BKTD[:, list(self.kv_of_head)], v_BKTD[:, list(self.kv_of_head)]
-        return attend(q_BHTD, k_BKTD, v_BKTD, plan, self.window)
+        return plan.attend(q_BHTD, k_BKTD, v_BKTD, self.window)
 
 
 class GptFeedForward(Part):
@@ -167,7 +170,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTh: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionCore,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         dropout: DropoutKey | None = None,
         first_token: int = 0,
@@ -198,7 +201,7 @@ class ParallelBlock(nn.Module):
     def forward(
         self,
         x_BTh: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionCore,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         dropout: DropoutKey | None = None,
         first_token: int = 0,
@@ -256,7 +259,7 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_values(self.config, name, tuple(parameter.shape), seed, parameter.device))
 
-    def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, plan: AttentionCore) -> torch.Tensor:
         """Logits of a whole model: (B, T, V), in the parameters' type. positions_BT: places in the document."""
         inputs = Inputs(tokens_BT, tokens_BT, positions_BT, plan)
         return self.logits(self.hidden(None, inputs))
@@ -266,7 +269,7 @@ class Transformer(nn.Module):
         tokens_BT: torch.Tensor,
         labels_BT: torch.Tensor,
         positions_BT: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionCore,
     ) -> torch.Tensor:
         """The loss of a whole model; see `loss`."""
         inputs = Inputs(tokens_BT, labels_BT, positions_BT, plan)
@@ -280,10 +283,11 @@ class Transformer(nn.Module):
             x_BTh = self._embed(inputs, first_token)
         assert x_BTh is not None
         rotary = self._rotary(inputs.positions_BT, x_BTh.dtype) if self.config.family == "llama" else None
-        for layer in self.layers.values():
-            x_BTh = _maybe_recomputed(
-                self.recompute_blocks, layer, x_BTh, inputs.plan, rotary, inputs.dropout, first_token
-            )
+        for index, layer in enumerate(self.layers.values()):
+            with _saving(inputs, index, len(self.layers), rotary):
+                x_BTh = _maybe_recomputed(
+                    self.recompute_blocks, layer, x_BTh, inputs.plan, rotary, inputs.dropout, first_token
+                )
         return x_BTh
 
     def logits(self, x_BTh: torch.Tensor) -> torch.Tensor:
@@ -342,6 +346,15 @@ def _maybe_recomputed(is_recomputed: bool, function: Callable[..., torch.Tensor]
     if not is_recomputed or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _saving(
+    inputs: Inputs, index: int, count: int, rotary: tuple[torch.Tensor, torch.Tensor] | None
+) -> AbstractContextManager[None]:
+    """Where a layer's forward is called."""
+    if inputs.saving is None or not torch.is_grad_enabled():
+        return nullcontext()
+    return inputs.saving.layer(index, count, (inputs.positions_BT, *(rotary or ())))
 
 
 def _feed_forward(config: ModelConfig) -> Part:

@@ -87,6 +87,7 @@ def build_trainer(
         has_tied=config.model.tied_embeddings,
         seed=config.train.seed,
         dropout=config.model.dropout,
+        token_unit=config.parallel.tp_tiles * (mesh.tp if config.parallel.sequence_parallel else 1),
     )
 
 

@@ -23,7 +23,11 @@ from hpc_train.models.dropout import DropoutKey
 from hpc_train.models.transformer import Inputs
 from hpc_train.parallel.chunk_collectives import ChunkCollectives
 from hpc_train.parallel.data import ShardedParameters
+from hpc_train.parallel.hybrid import check_pieces, piece_inputs
+from hpc_train.parallel.offload import HostRoom, OffloadedLayers
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.plan.batch_pieces import PieceBatch
+from hpc_train.plan.groups import HDP
 from hpc_train.plan.schedule import Schedule
 from hpc_train.plan.schedule_collectives import plan_evaluation, plan_training
 from hpc_train.plan.schedule_orders import Kind
@@ -59,7 +63,8 @@ class Trainer:
 
     parameters: of each model_chunk. schedule: the kind of the pipeline's plan. overlap: whether gathers of parameters
     and sums of gradients run beside other work. has_tied: first and last chunk hold a copy each of the embeddings.
-    seed, dropout: what is dropped out is a function of the seed and the step's number.
+    seed, dropout: what is dropped out is a function of the seed and the step's number. token_unit: micro-batches of
+    pieces have a multiple of so many tokens, which a tp group can share.
     """
 
     pipeline: Pipeline
@@ -73,14 +78,21 @@ class Trainer:
     has_tied: bool = False
     seed: int = 0
     dropout: float = 0.0
+    token_unit: int = 1
 
     def __post_init__(self) -> None:
         self._collectives = ChunkCollectives(self.parameters, self.groups, overlap=self.overlap)
+        self._host = HostRoom(self.device)
 
     def step(
-        self, number: int, micro_batches: Iterable[Batch], lr: float, stop_wanted: Callable[[], bool] = _never
+        self,
+        number: int,
+        micro_batches: Iterable[Batch | PieceBatch],
+        lr: float,
+        stop_wanted: Callable[[], bool] = _never,
     ) -> StepResult:
-        """Collective over all ranks. micro_batches: of this rank's place on the dp axis.
+        """Collective over all ranks. micro_batches: of this rank's place on the dp axis; of pieces, any number
+        of them.
 
         number: the step's, from 1. stop_wanted is asked once, late in the step.
         """
@@ -90,6 +102,7 @@ class Trainer:
             chunk.zero_gradients()
         with recorder.segment("data", SegmentKind.DATA):
             batches = list(micro_batches)
+        check_pieces([batch for batch in batches if isinstance(batch, PieceBatch)], self.pipeline.chunks)
         schedule = plan_training(
             self.schedule, self._num_stages, len(batches), len(self.parameters), has_tied=self.has_tied
         )
@@ -141,14 +154,17 @@ class Trainer:
     def _run(self, schedule: Schedule, inputs: Sequence[Inputs]) -> list[torch.Tensor]:
         return self.pipeline.run(schedule, inputs, self._collectives.actors, self._collectives.await_parameters)
 
-    def _inputs(self, batches: Sequence[Batch], number: int | None) -> list[Inputs]:
+    def _inputs(self, batches: Sequence[Batch | PieceBatch], number: int | None) -> list[Inputs]:
         """The micro-batches on this rank's device. number: the step's; None where nothing is dropped out."""
         return [self._input(batch, number) for batch in batches]
 
-    def _input(self, batch: Batch, number: int | None) -> Inputs:
+    def _input(self, batch: Batch | PieceBatch, number: int | None) -> Inputs:
+        dropped = (self.dropout, self.seed, number) if self.dropout and number is not None else None
+        if isinstance(batch, PieceBatch):
+            return self._pieces(batch, dropped)
         key = None
-        if self.dropout and number is not None:
-            key = DropoutKey(self.dropout, self.seed, number, torch.tensor(batch.sequences, device=self.device))
+        if dropped is not None:
+            key = DropoutKey(*dropped, torch.tensor(batch.sequences, device=self.device))
         return Inputs(
             batch.tokens.to(self.device),
             batch.labels.to(self.device),
@@ -157,7 +173,16 @@ class Trainer:
             key,
         )
 
-    def _counts(self, losses: Sequence[torch.Tensor], batches: Sequence[Batch]) -> tuple[float, float, float]:
+    def _pieces(self, batch: PieceBatch, dropped: tuple[float, int, int] | None) -> Inputs:
+        saving, share_milli = None, batch.micro_batch.offload_milli
+        if share_milli:
+            saving = OffloadedLayers(self._host, share_milli, [chunk.parameters for chunk in self.parameters])
+        group = self.groups.along(HDP)
+        return piece_inputs(batch, group, self.token_unit, self.device, dropout=dropped, saving=saving)
+
+    def _counts(
+        self, losses: Sequence[torch.Tensor], batches: Sequence[Batch | PieceBatch]
+    ) -> tuple[float, float, float]:
         """What this rank adds to the sums over all: a micro-batch counts on one rank of those that share it."""
         coords = self.groups.coords
         if coords["tp"] != 0 or coords["pp"] != self._num_stages - 1:

@@ -1,4 +1,4 @@
-"""Benchmarks once more as a rank on each of two nodes of a devcluster, whose interfaces are slow meanwhile."""
+"""Benchmarks once more as a rank on each of some nodes of a devcluster, whose interfaces are slow meanwhile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def on_nodes(module: str, cluster: str, args: Mapping[str, Any]) -> int:
-    """Run a benchmark's module with these options on the cluster's first two nodes; rank 0 prints.
+def on_nodes(module: str, cluster: str, args: Mapping[str, Any], rate: str | None, num_nodes: int = 2) -> int:
+    """Run a benchmark's module with these options on the cluster's first nodes; rank 0 prints.
 
-    args: `rate` is of the interfaces, in tc's words; nodes are freed again whatever happens.
+    rate: of the interfaces, in tc's words, None to leave them; nodes are freed again whatever happens.
 
     Returns:
         The greater of the ranks' exit codes.
@@ -27,16 +27,16 @@ def on_nodes(module: str, cluster: str, args: Mapping[str, Any]) -> int:
         return [*command, words[0], "--name", cluster, *words[1:]]
 
     status = json.loads(subprocess.run(devcluster("status", "--json"), check=True, capture_output=True).stdout)
-    nodes = status["nodes"][:2]
+    nodes = status["nodes"][:num_nodes]
     options = [word for name, value in args.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     ranks = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nodes are freed
     try:
-        for node in nodes:
-            subprocess.run(devcluster("shape", node["name"], "--rate", args["rate"]), check=True)
+        for node in nodes if rate else ():
+            subprocess.run(devcluster("shape", node["name"], "--rate", rate), check=True)
         for rank, node in enumerate(nodes):
             environment = {
-                "RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": nodes[0]["address"], "MASTER_PORT": 29517,
+                "RANK": rank, "WORLD_SIZE": num_nodes, "MASTER_ADDR": nodes[0]["address"], "MASTER_PORT": 29517,
                 "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
             }  # fmt: skip
             words = [f"{name}={value}" for name, value in environment.items()]
@@ -48,5 +48,5 @@ def on_nodes(module: str, cluster: str, args: Mapping[str, Any]) -> int:
     finally:
         for rank in ranks:
             rank.kill()
-        for node in nodes:
+        for node in nodes if rate else ():
             subprocess.run(devcluster("shape", node["name"], "--off"), check=True)

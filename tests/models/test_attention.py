@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.models.attention import AttentionPlan, attend
+from hpc_train.models.attention import AttentionPlan
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_a_window_is_a_masked_full_attention_in_values_and_gradients(
 ) -> None:
     num_tokens = sum(boundaries[0])
     qkv = _heads(len(boundaries), 4, kv_heads, num_tokens)
-    ours = attend(*qkv, AttentionPlan.from_boundaries(boundaries, num_tokens, CPU), window)
+    ours = AttentionPlan.from_boundaries(boundaries, num_tokens, CPU).attend(*qkv, window)
     theirs = _masked(*qkv, boundaries, window)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     weights = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_work_and_masks_of_a_window_grow_with_tokens_times_window(
             lengths = (300, num_tokens - 300) if with_documents else (num_tokens,)
             plan = AttentionPlan.from_boundaries((lengths,), num_tokens, CPU)
             with _counted_scores(monkeypatch) as counts:
-                attend(*qkv, plan, window)
+                plan.attend(*qkv, window)
             scores, mask = counts
             assert scores == 2 * mask
             assert num_tokens * window <= mask <= 1.5 * num_tokens * window
@@ -105,15 +105,15 @@ def test_work_and_masks_of_a_window_grow_with_tokens_times_window(
 def test_a_window_as_long_as_the_sequence_is_full_attention() -> None:
     qkv = _heads(2, 4, 2, 40)
     plan = AttentionPlan(None)
-    full = attend(*qkv, plan, None)
-    assert torch.equal(attend(*qkv, plan, 40), full)
-    assert torch.equal(attend(*qkv, plan, 999), full)
-    assert not torch.allclose(attend(*qkv, plan, 39), full)
+    full = plan.attend(*qkv, None)
+    assert torch.equal(plan.attend(*qkv, 40), full)
+    assert torch.equal(plan.attend(*qkv, 999), full)
+    assert not torch.allclose(plan.attend(*qkv, 39), full)
 
 
 def test_layers_with_the_same_window_share_a_mask() -> None:
     qkv = _heads(1, 2, 2, 100)
     plan = AttentionPlan.from_boundaries(((60, 40),), 100, CPU)
     for window in (7, 7, 9, None, None):
-        attend(*qkv, plan, window)
+        plan.attend(*qkv, window)
     assert len(plan._masks) == 3

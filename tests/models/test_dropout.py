@@ -43,3 +43,14 @@ def test_every_coordinate_changes_the_draw_and_draws_are_independent() -> None:
 def test_without_a_key_nothing_is_dropped() -> None:
     x = torch.randn(1, 4, 8)
     assert drop(x, None, layer=0, site=0, first_token=0) is x
+
+
+def test_pieces_of_several_sequences_in_one_row_draw_what_whole_sequences_do() -> None:
+    whole = drop(torch.ones(3, 64, 96), key(), layer=1, site=1, first_token=0)
+    pieces = [(2, 0, 5), (2, 59, 64), (0, 7, 21)]
+    numbers = torch.cat([torch.full((stop - start,), (0, 1, 5)[row]) for row, start, stop in pieces])[None]
+    places = torch.cat([torch.arange(start, stop) for _, start, stop in pieces])[None]
+    packed = drop(torch.ones(1, 24, 96), DropoutKey(0.25, 7, 3, numbers, places), layer=1, site=1, first_token=0)
+    assert torch.equal(packed[0], torch.cat([whole[row, start:stop] for row, start, stop in pieces]))
+    share = drop(torch.ones(1, 8, 96), DropoutKey(0.25, 7, 3, numbers, places), layer=1, site=1, first_token=8)
+    assert torch.equal(share[0], packed[0, 8:16])

@@ -240,7 +240,7 @@ def _train(me: TestRank, case: Case, num_steps: int, dtype: torch.dtype, exact: 
 
     def note_and_update(lr: float) -> None:
         if exact:
-            trace.gradients.append(_counted_gradients(trainer))
+            trace.gradients.append(counted_gradients(trainer))
         update(lr)
 
     trainer.optimizer.step = note_and_update  # type: ignore[method-assign]
@@ -251,7 +251,7 @@ def _train(me: TestRank, case: Case, num_steps: int, dtype: torch.dtype, exact: 
     return trace
 
 
-def _counted_gradients(trainer: Trainer) -> Gradients:
+def counted_gradients(trainer: Trainer) -> Gradients:
     found = []
     for chunk in trainer.parameters:
         for piece in chunk.pieces(counted=True):
