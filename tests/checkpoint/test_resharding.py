@@ -115,7 +115,8 @@ def test_losses_go_on_over_changes_of_the_mesh(tmp_path: Path, cases: list[Case]
         assert walked.is_equal
         assert walked.changing == pytest.approx(walked.unchanged, rel=1e-5)
         apart = np.abs(np.array(walked.changing) / np.array(walked.unchanged) - 1).max()
-    print(f"{len(cases)} meshes of {cases[0].world_size} ranks, {num_steps} steps each: losses at most {apart:.1e} apart")
+    ranks = cases[0].world_size
+    print(f"{len(cases)} meshes of {ranks} ranks, {num_steps} steps each: losses at most {apart:.1e} apart")
 
 
 def _held(me: TestRank, cases: list[Case]) -> list[dict[bool, list[tuple[object, ...]]]]:
