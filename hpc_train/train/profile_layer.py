@@ -1,4 +1,4 @@
-"""Times of one layer on this rank, and of what goes on beside it."""
+"""Times of one layer on this rank, and of what goes on beside it, by the code that training runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 
 from hpc_train.comm.begin import begin_shift
@@ -14,10 +15,13 @@ from hpc_train.comm.collectives import Group
 from hpc_train.comm.groups import Groups
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
-from hpc_train.models.attention import AttentionPlan
 from hpc_train.models.transformer import Inputs
 from hpc_train.parallel.apply import build_part, set_initial_weights, set_recomputation
 from hpc_train.parallel.exchange import Exchange
+from hpc_train.parallel.hybrid import piece_inputs
+from hpc_train.plan.batch import MicroBatch, SequenceSlice
+from hpc_train.plan.batch_pieces import PieceBatch
+from hpc_train.plan.groups import HDP
 from hpc_train.plan.parameters import ModelPart, TensorSplit
 
 BLOCK = 128
@@ -91,13 +95,13 @@ def time_layer(config: Config, groups: Groups, device: torch.device, longest: in
     model.to(dtype)
     shares = split.tp if split.sequence_parallel else 1
     length, block = sequence_sizes(longest, shares)
-    times = []
+    hdp, times = groups.along(HDP), []
     for count, tokens in ((1, length), (length // block, block), (1, block)):
-        ids_BT = torch.zeros(count, tokens, dtype=torch.int64, device=device)
-        places_BT = torch.arange(tokens, device=device).expand(count, -1)
-        plan = AttentionPlan.from_boundaries(((tokens,),) * count, tokens, device)
-        inputs = Inputs(ids_BT, ids_BT, places_BT, plan)
-        stream = torch.randn(count, tokens // shares, config.model.hidden_size, device=device, dtype=dtype)
+        slices = tuple(SequenceSlice(number, 0, tokens) for number in range(count))
+        ids = np.zeros(count * tokens, np.int64)
+        batch = PieceBatch(hdp.group_rank, MicroBatch(slices), (tokens,) * count, ids, ids)
+        inputs = piece_inputs(batch, hdp, shares, device)
+        stream = torch.randn(1, count * tokens // shares, config.model.hidden_size, device=device, dtype=dtype)
         stream.requires_grad_()
 
         def once(stream: torch.Tensor = stream, inputs: Inputs = inputs) -> None:
