@@ -256,6 +256,9 @@ class CheckpointConfig(Section):
 
     folder: a folder or URL (hdfs://...) below which each run keeps them, as NAME/ID; left out: in the run folder.
     init_from: a checkpoint or run folder, or a URL, whose weights a run without a checkpoint of its own begins with.
+    writer: the node agents, beside the training, or the ranks, which wait; auto: agents while every node has one.
+    when_busy: what a save does that is due while agents write the one before. write_bytes_per_s: the most that a
+    node's agent writes. finish_s: how long agents may write on when the ranks have ended.
     """
 
     every: NonNegative = 0
@@ -265,6 +268,10 @@ class CheckpointConfig(Section):
     folder: str | None = None
     init_from: str | None = None
     on_error: Literal["stop", "continue"] = "stop"
+    writer: Literal["auto", "agent", "rank"] = "auto"
+    when_busy: Literal["wait", "skip"] = "wait"
+    write_bytes_per_s: Positive | None = None
+    finish_s: Annotated[float, Field(ge=0)] = 600.0
 
 
 class LaunchConfig(Section):

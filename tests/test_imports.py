@@ -59,19 +59,25 @@ TORCH_FREE_MODULES = [
     *(
         f"hpc_train.checkpoint.{name}"
         for name in (
+            "archive",
             "command",
             "find",
+            "finish",
             "folder",
             "hdfs_native_store",
             "hf_config",
             "hf_names",
             "local_store",
             "location",
+            "node_save",
+            "node_writer",
+            "placed",
             "pruning",
             "run_location",
             "store",
             "verify",
             "webhdfs_store",
+            "write",
         )
     ),
 ]
@@ -241,7 +247,7 @@ def test_help_imports_neither_pydantic_nor_numpy(command: list[str]) -> None:
 
 def test_the_node_agent_has_no_more_than_it_needs() -> None:
     """It stands beside the ranks for as long as they run."""
-    modules = "import sys, hpc_train.node_agent, hpc_train.data.node_reader"
+    modules = "import sys, hpc_train.node_agent, hpc_train.data.node_reader, hpc_train.checkpoint.node_save"
     _python(f"{modules}\nassert 'numpy' not in sys.modules")
     _python(f"{modules}, hpc_train.data.node_steps\nassert not {{'pydantic', 'yaml', 'torch'}} & set(sys.modules)")
 

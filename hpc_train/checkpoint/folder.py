@@ -26,17 +26,25 @@ def step_folder(step: int) -> str:
     return f"step_{step:07d}"
 
 
-def create_temporary(root: Location, step: int) -> Location:
-    """A new folder to write into; what earlier attempts left half-written is removed first."""
+def create_temporary(root: Location, step: int, token: str | None = None) -> Location:
+    """A new folder to write into; what earlier attempts left half-written is removed first.
+
+    token: hexadecimal digits by which other nodes find it, which may have made it already; None: random ones.
+    """
+    path = temporary_folder(root, step, token or uuid.uuid4().hex)
     root.make_folder()
     for leftover in root.entries():
-        if _TEMPORARY.match(leftover.name):
+        if _TEMPORARY.match(leftover.name) and leftover.name != path.name:
             say(f"removing {root / leftover.name}, a save that did not complete")
             with suppress(StoreError):
                 (root / leftover.name).remove()
-    path = root / _temporary_name(step_folder(step))
     path.make_folder()
     return path
+
+
+def temporary_folder(root: Location, step: int, token: str) -> Location:
+    """Where a step is written before it is committed."""
+    return root / f".{step_folder(step)}.tmp-{token}"
 
 
 def commit(temporary: Location, root: Location, step: int) -> Location:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hpc_train.checkpoint.boxes import BoxFiles
+from hpc_train.checkpoint.finish import METADATA_FILE
 from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.torch_files import METADATA_FILE
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 

@@ -65,22 +65,23 @@ def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
     """What rank 0 does in `open_location`."""
     _require_same_place(root, run_dir)
     root.make_folder()
-    if _is_elsewhere(root, run_dir):
+    if is_elsewhere(root, run_dir):
         _claim(root, run_dir.resolve())
     _require_space(root, num_bytes)
     _try_writing(root)
-    if _is_elsewhere(root, run_dir):
+    if is_elsewhere(root, run_dir):
         newest = next((step for step, _ in steps_newest_first(root)), None)
         write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest))
 
 
 def note_saved(root: Location, run_dir: Path, step: int) -> None:
     """Tell the run folder of a save, if the checkpoints lie elsewhere: its driver sees no store."""
-    if _is_elsewhere(root, run_dir):
+    if is_elsewhere(root, run_dir):
         write_checkpoints_note(run_dir, CheckpointsNote(str(root), step))
 
 
-def _is_elsewhere(root: Location, run_dir: Path) -> bool:
+def is_elsewhere(root: Location, run_dir: Path) -> bool:
+    """Whether a run's checkpoints lie outside its folder, which is then told of each."""
     return root != run_location(None, run_dir)
 
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint: torch's distributed-checkpoint files, our manifest, one atomic commit.
+"""Write a checkpoint by the ranks themselves: torch's distributed-checkpoint files, our manifest, one atomic commit.
 
 1. rank 0 makes a temporary folder
 2. every rank writes its pieces into a file of its own and notes where the raw bytes lie
@@ -6,25 +6,26 @@
 4. rank 0 renames the folder, points `latest` to it and removes old ones
 
 After each phase all ranks agree that it went well; otherwise rank 0 removes the folder and all raise alike.
+Where node agents write, see `saver`.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from hpc_train.checkpoint import folder as folders
 from hpc_train.checkpoint import torch_files
+from hpc_train.checkpoint.finish import finish
 from hpc_train.checkpoint.location import Location, Place, locate
-from hpc_train.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor
+from hpc_train.checkpoint.placed import WrittenBox
 from hpc_train.checkpoint.state import Piece, StatePiece
-from hpc_train.checkpoint.torch_files import Note
 from hpc_train.checkpoint.visible import wait_for_folder
+from hpc_train.checkpoint.write import in_words
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
-from hpc_train.plan.flat import Box
+from hpc_train.log import warn
 
 
 def prepare_saving() -> None:
@@ -45,9 +46,9 @@ def save_checkpoint(
     root, is_writer = locate(place), world.rank == 0
     temporary = _agreed_below(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
     try:
-        notes = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world.rank))
-        gathered = world.control.all_gather([note.to_plain() for note in notes])
-        every = [Note(**note) for of_rank in gathered for note in of_rank] if is_writer else []
+        written = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world.rank))
+        gathered = world.control.all_gather([box.to_plain() for box in written])
+        every = [WrittenBox.from_plain(box) for of_rank in gathered for box in of_rank] if is_writer else []
         _agreed(world, root, lambda: _finish(temporary, step, every, values) if is_writer else None)
     except HpcTrainError:
         if is_writer:
@@ -71,7 +72,7 @@ def write_alone(folder: Place, step: int, pieces: Sequence[Piece], values: dict[
     except HpcTrainError:
         raise
     except Exception as problem:
-        raise CheckpointError(f"the checkpoint could not be written: {_in_words(problem, where)}") from problem
+        raise CheckpointError(f"the checkpoint could not be written: {in_words(problem, where)}") from problem
 
 
 def _agreed(world: World, root: Location, phase: Callable[[], Any]) -> Any:
@@ -82,20 +83,10 @@ def _agreed(world: World, root: Location, phase: Callable[[], Any]) -> Any:
     except CheckpointError as problem:
         error = problem
     except Exception as problem:
-        error = CheckpointError(f"the checkpoint could not be written: {_in_words(problem, root)}")
+        error = CheckpointError(f"the checkpoint could not be written: {in_words(problem, root)}")
         error.__cause__ = problem
     world.agree(error)
     return value
-
-
-def _in_words(problem: Exception, root: Location) -> str:
-    """The problem, and the space left where it may be the cause."""
-    text = f"{type(problem).__name__}: {problem}"
-    try:
-        free = shutil.disk_usage(root.local).free if root.local is not None else None
-    except OSError:
-        free = None
-    return text if free is None else f"{text} ({free / 2**20:.1f} MiB are free at {root})"
 
 
 def _agreed_below(world: World, root: Location, phase: Callable[[], Location | None]) -> Location:
@@ -104,26 +95,12 @@ def _agreed_below(world: World, root: Location, phase: Callable[[], Location | N
     return root / world.control.broadcast(path.name if path is not None else None)
 
 
-def _write_pieces(temporary: Location, pieces: Sequence[Piece], rank: int) -> list[Note]:
+def _write_pieces(temporary: Location, pieces: Sequence[Piece], rank: int) -> list[WrittenBox]:
     wait_for_folder(temporary)
     return torch_files.write_pieces(temporary, pieces, rank)
 
 
-def _finish(temporary: Location, step: int, notes: Sequence[Note], values: dict[str, Any]) -> None:
-    """On rank 0: check that every tensor is covered once, write torch's metadata, then the manifest."""
-    tensors: dict[str, StoredTensor] = {}
-    for note in notes:
-        known = tensors.get(note.name) or StoredTensor(note.dtype, tuple(note.shape), ())
-        tensors[note.name] = StoredTensor(known.dtype, known.shape, (*known.boxes, note.stored))
-    for name, tensor in tensors.items():
-        covered = sum(stored.box.num_elements for stored in tensor.boxes)
-        whole = Box((), tensor.shape).num_elements
-        if covered != whole:
-            raise CheckpointError(f"{name}: the ranks' pieces hold {covered} elements of {whole}")
-    torch_files.write_metadata(temporary, notes)
-    written = {note.file for note in notes} | {torch_files.METADATA_FILE}
-    sizes = {entry.name: entry.num_bytes for entry in temporary.entries()}
-    if missing := sorted(written - set(sizes)):
-        raise CheckpointError(f"{temporary} does not show {missing[0]}, which was written there")
-    manifest = Manifest(step, values, tensors, {name: sizes[name] for name in sorted(written)})
-    (temporary / MANIFEST_FILE).write_text(manifest.to_json())
+def _finish(temporary: Location, step: int, written: Sequence[WrittenBox], values: dict[str, Any]) -> None:
+    """On rank 0."""
+    index = torch_files.index_bytes([box.placed for box in written])
+    finish(temporary, step, written, values, memoryview(index), warn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -17,6 +18,8 @@ from hpc_train.errors import LaunchError
 
 JOB_KEY_VARIABLE = "HPC_TRAIN_JOB_KEY"
 """Set by the driver for the agents and the ranks that it starts."""
+_PAUSE_S = 0.1
+"""Between two looks whether an agent has come up (assumed: its own start takes as long)."""
 
 
 class AgentGone(LaunchError):
@@ -82,6 +85,22 @@ class AgentConnection:
             connection.close()
             raise AgentGone(f"at the address of the agent of {node} is process {pid} of user {uid}, which is not ours")
         return cls(connection)
+
+    @classmethod
+    def open_patiently(cls, job_key: str, node: str, patience_s: float) -> AgentConnection:
+        """Connect, and give an agent that has just been started that long to come up.
+
+        Raises:
+            AgentGone: as `open`, at the end of patience.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return cls.open(job_key, node)
+            except AgentGone:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
 
     def ask(
         self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None

@@ -88,11 +88,15 @@ class Segment:
         """From now on nobody can change what is in it; there must be no writable mapping of it left."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _READ_ONLY)
 
-    def map(self, *, writable: bool = False) -> mmap.mmap:
-        """Its memory in this process, until the mapping and all views of it are gone."""
+    def map(self, *, writable: bool = False, populate: bool = False) -> mmap.mmap:
+        """Its memory in this process, until the mapping and all views of it are gone.
+
+        populate: find every page now, and not when it is first touched.
+        """
         assert self.num_bytes, "an empty segment cannot be mapped"
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED, prot=protection)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(self.descriptor, self.num_bytes, flags=flags, prot=protection)
 
     def close(self) -> None:
         """Give the descriptor back. Safe to call twice."""

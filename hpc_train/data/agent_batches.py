@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.cluster.agent_address import AgentConnection, AgentGone
+from hpc_train.cluster.agent_address import AgentConnection
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.data.batch_source import Batches, BatchSource, Taken
 from hpc_train.data.loader import make_batch
@@ -20,7 +19,6 @@ from hpc_train.data.pieces import PiecePart, make_piece_batch
 from hpc_train.data.rows import Part
 from hpc_train.errors import CheckpointError, ConfigError, DataError, HpcTrainError
 
-_PAUSE_S = 0.1
 P = TypeVar("P")
 M = TypeVar("M")
 _ERRORS: Mapping[str, type[HpcTrainError]] = {
@@ -68,7 +66,7 @@ class AgentBatches(BatchSource):
             AgentGone: there is none.
             ConfigError, DataError: the datasets cannot be used.
         """
-        self._connection = _connect(address, patience_s)
+        self._connection = AgentConnection.open_patiently(address.job_key, address.node, patience_s)
         self._place, self._has_pieces = place.dp_rank, spec["batches"] is not None
         self._evaluation = 0
         request = {
@@ -130,17 +128,6 @@ class AgentBatches(BatchSource):
         if "error" in answer:
             raise _ERRORS.get(answer["kind"], HpcTrainError)(answer["error"])
         return answer, segments[0] if segments else None
-
-
-def _connect(address: AgentAddress, patience_s: float) -> AgentConnection:
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return AgentConnection.open(address.job_key, address.node)
-        except AgentGone:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_PAUSE_S)
 
 
 def _made(

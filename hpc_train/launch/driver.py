@@ -197,7 +197,7 @@ def _prepare(
     command = (*wrap, python, "-m", "hpc_train", "run", str(run_dir / CONFIG_FILE))
     start = RanksToStart(
         run_dir, allocation, command, rank_env, launcher, plan.nodes[0],
-        stop_signal=stop_signal_of(config.launch), agent_python=own_python,
+        stop_signal=stop_signal_of(config.launch), agent_python=own_python, agents_finish_s=config.checkpoint.finish_s,
     )  # fmt: skip
     return start if request.debug_rank is None else for_debugging(start, plan, request.debug_rank, claim.owner.host)
 

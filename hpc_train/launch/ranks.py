@@ -29,6 +29,8 @@ from hpc_train.plan.run_files import LOGS_FOLDER, write_atomically
 
 SignalHandler = Callable[[int, FrameType | None], None]
 HOST_FILE = "hosts.txt"
+_AGENTS_END_S = 3.0
+"""For agents that have nothing left to do; assumed: they end in milliseconds, and srun tells of it in a second."""
 _MOST_FOLLOWED_NODES = 64
 """Above this only rank 0's node is followed, even where all output is wanted (assumed: 1 ms a look and file)."""
 
@@ -61,7 +63,8 @@ class RanksToStart:
 
     stop_signal: what the ranks understand as "save and end"; None for programs of which that is not known.
     first_node: where rank 0 is. show_all: copy every rank's lines to the driver's output, not rank 0's alone.
-    terminal: of a rank that is debugged.
+    terminal: of a rank that is debugged. agents_finish_s: how long agents may write checkpoints to their end when the
+    ranks have ended.
     """
 
     run_dir: Path
@@ -74,6 +77,7 @@ class RanksToStart:
     show_all: bool = False
     agent_python: str = sys.executable
     terminal: DebugTerminal | None = None
+    agents_finish_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def run_ranks(
         copier = _copy_output(start, child)
         _watch_in_background(child, stopper, watch)
         code = child.wait()
-        _end_agents(agents)
+        _end_agents(agents, start.agents_finish_s, stopper, say)
         if copier is not None:
             copier.join(timeout=5.0)
         listener.join(timeout=5.0)
@@ -197,16 +201,25 @@ def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess
         return None
 
 
-def _end_agents(agents: subprocess.Popen[bytes] | None) -> None:
+def _end_agents(
+    agents: subprocess.Popen[bytes] | None, finish_s: float, stopper: children.Stopper, say: Callable[[str], None]
+) -> None:
+    """Tell them that the ranks have ended, and wait until they have written what was handed to them."""
     if agents is None:
         return
     assert agents.stdin is not None
     agents.stdin.close()
-    try:
-        agents.wait(timeout=3.0)
-    except subprocess.TimeoutExpired:
-        agents.kill()
-        agents.wait()
+    begin, is_said = time.monotonic(), False
+    while agents.poll() is None:
+        waited_s = time.monotonic() - begin
+        if waited_s > _AGENTS_END_S + finish_s or (stopper.forced is not None and waited_s > _AGENTS_END_S):
+            say("the node agents did not end by themselves and are ended; what they were writing is not saved")
+            agents.kill()
+            agents.wait()
+        elif waited_s > _AGENTS_END_S and not is_said:
+            is_said = True
+            say(f"the ranks have ended, and the node agents write on: waiting for up to {finish_s:g} s")
+        time.sleep(0.05)
 
 
 def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes]) -> PipeCopier | None:

@@ -12,13 +12,15 @@ from typing import Any, cast
 
 from hpc_train.checkpoint.load import Loaded
 from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.run_location import note_saved, run_location
-from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
+from hpc_train.checkpoint.run_location import run_location
+from hpc_train.checkpoint.saver import Saver
+from hpc_train.cluster.agent_address import read_job_key, this_node
+from hpc_train.cluster.environment import process_env
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.feed import Feed
 from hpc_train.data.loader import Batch
-from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.errors import HpcTrainError
 from hpc_train.log import say, warn
 from hpc_train.plan.cost import mfu
 from hpc_train.record import NOT_RECORDED, Kind, Recorder
@@ -45,9 +47,17 @@ class Run:
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
     checkpoints: Location = field(init=False)
+    saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
         self.checkpoints = run_location(self.config.checkpoint.folder, self.run_dir)
+        env = process_env()
+        job_key = read_job_key(env)
+        agent = None if job_key is None else (job_key, this_node(env))
+        self.saver = Saver(
+            self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,
+            lambda seconds: self.stop.completed_save(seconds),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ def train(run: Run) -> Stopped | None:
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
             with run.recorder.step(run.step):
                 batches = _micro_batches(run)
-                result = run.trainer.step(run.step, batches, lr, run.stop.wanted)
+                result = run.trainer.step(run.step, batches, lr, lambda: run.stop.wanted() or run.saver.has_failed)
             stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -90,16 +100,18 @@ def train(run: Run) -> Stopped | None:
             if skipped_in_a_row >= config.train.max_skipped_steps:
                 raise HpcTrainError(_no_finite_steps(run, skipped_in_a_row))
             run.stop.completed_step(time.perf_counter() - begin)
+            run.saver.look()
             last_step = config.train.steps if config.checkpoint.at_end else 0
             if stopping or _is_due(run.step, config.checkpoint.every, last_step):
-                is_saved = save(run)
+                is_saved = save(run, must_last=stopping or run.step == config.train.steps)
             if stopping:
                 return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
             if run.step == first_step:
                 _check_handlers(run)
-                prepare_saving()
+                run.saver.open(state_pieces(run.trainer, counted=True))
             if run.step % config.train.gc_every == 0:
                 gc.collect()
+        run.saver.finish()
     return None
 
 
@@ -150,41 +162,20 @@ def begin_from(run: Run, source: str) -> None:
         say(f"begins with the weights of {path}")
 
 
-def save(run: Run) -> bool:
+def save(run: Run, *, must_last: bool) -> bool:
     """Save a checkpoint of the step just completed, true if that went well. Collective over all ranks.
 
+    must_last: wait until it is committed.
+
     Raises:
-        CheckpointError: it did not, unless checkpoint.on_error=continue.
+        CheckpointError: it did not, or the one before did not, unless checkpoint.on_error=continue.
     """
-    begin = time.perf_counter()
     values = plain_values(run.trainer, run.feed.state(), run.skipped_steps)
     # Not how it was launched: launch.env may hold secrets, and checkpoints are passed on.
     values["config"] = run.config.model_dump(mode="json", exclude={"launch"})
     values["plan"] = run.world.plan.hash if run.world.plan is not None else None
-    try:
-        with run.recorder.segment("save", Kind.SAVE):
-            path = save_checkpoint(
-                run.checkpoints,
-                run.step,
-                state_pieces(run.trainer, counted=True),
-                values,
-                run.world,
-                keep=run.config.checkpoint.keep,
-            )
-    except CheckpointError as error:
-        if run.config.checkpoint.on_error == "stop":
-            raise
-        if run.world.rank == 0:
-            warn(f"step {run.step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
-        return False
-    seconds = time.perf_counter() - begin
-    too_short = run.stop.completed_save(seconds)
-    if run.world.rank == 0:
-        note_saved(run.checkpoints, run.run_dir, run.step)
-        say(f"saved {path.name} in {seconds:.2f} s")
-        if too_short is not None:
-            warn(too_short)
-    return True
+    with run.recorder.segment("save", Kind.SAVE):
+        return run.saver.save(run.step, state_pieces(run.trainer, counted=True), values, must_last=must_last)
 
 
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:

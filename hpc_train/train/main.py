@@ -196,6 +196,7 @@ def _train(
         stopped = loop.train(run)
     finally:
         run.feed.close()
+        run.saver.close()
         run.recorder.close()
     if run.metrics is not None:
         run.metrics.close()

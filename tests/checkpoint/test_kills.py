@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import plain_state
+from tests.checkpoint.agent_kills import kill_around_agents
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.plain_state import Alone
 
@@ -26,3 +27,20 @@ def test_killed_ranks_leave_the_newest_complete_checkpoint(tmp_path: Path, times
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left[0] == "latest" and len(left) <= 3
     assert plain_state.load(Alone(), tmp_path, ELEMENTS) == found[-1] + 1
+
+
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(3, id="short"), pytest.param(210, id="long", marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+)
+def test_what_was_copied_for_the_agent_is_committed_whoever_dies(tmp_path: Path, times: int) -> None:
+    """A rank, the agent and everything in turn, at random moments of saves of 8 MiB by two ranks."""
+    found = kill_around_agents(str(tmp_path), times, seed=times, num_elements=ELEMENTS, world_size=2)
+    print(
+        f"{dict(found.kinds)} killed, the newest checkpoint at step {found.steps[-1]}; after {found.rescued} kills of "
+        "a rank the agent completed what was copied"
+    )
+    assert found.steps[-1] > 0
+    plain_state.save(Alone(), tmp_path, found.steps[-1] + 1, ELEMENTS, keep=2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left[0] == "latest" and len(left) <= 3

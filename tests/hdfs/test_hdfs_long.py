@@ -10,10 +10,15 @@ import time
 import pytest
 
 from hpc_train.checkpoint.location import locate
+from hpc_train.checkpoint.node_writer import CheckpointService
 from hpc_train.checkpoint.store import Patience
+from hpc_train.checkpoint.verify import verify
 from hpc_train.errors import CheckpointError
+from tests.agents import served
 from tests.checkpoint import plain_state
+from tests.checkpoint.agent_kills import kill_around_agents
 from tests.checkpoint.kills import kill_in_saves
+from tests.checkpoint.node_ranks import NodeRank
 from tests.checkpoint.plain_state import Alone
 from tests.ranks import TestRank, run_ranks
 from tests.services.hdfs import HdfsCluster
@@ -109,3 +114,36 @@ def test_kills_of_data_nodes_while_ranks_load(hdfs: HdfsCluster) -> None:
     assert all(found == first for found in others)
     assert first.count("1") > 0
     locate(place).remove()
+
+
+def test_kills_around_node_agents(hdfs: HdfsCluster) -> None:
+    place = f"{hdfs.url}/kills/agents-{os.getpid()}"
+    found = kill_around_agents(place, 45, seed=45, num_elements=ELEMENTS, world_size=2)
+    print(f"{dict(found.kinds)} killed, the newest at step {found.steps[-1]}, {found.rescued} rescued by the agent")
+    assert found.steps[-1] > 0
+    locate(place).remove()
+
+
+def test_saves_in_whose_middle_a_data_node_dies_are_committed(hdfs: HdfsCluster) -> None:
+    """A file that the store loses is written again, from the copy, under another name."""
+    place, log = locate(f"{hdfs.url}/kills/files-{os.getpid()}"), []
+    num_bytes = 12 << 20
+    with served([CheckpointService(log.append)]) as agent:
+        more = {"num_bytes": num_bytes, "bytes_per_s": 8 << 20, "keep": 1}
+        ranks = [NodeRank(agent, str(place), rank, 2, **more) for rank in range(2)]
+        for step in range(1, 7):
+            token = f"0a{step}"
+            for rank in ranks:
+                assert rank.begin(token, step) == {"busy": None, "failed": None}
+            for rank in ranks:
+                rank.take(token, step)
+            time.sleep(0.4 * step)
+            hdfs.kill_data_node(step % 2)
+            assert ranks[0].wait(token, commit=True)["failed"] is None, log
+            assert list(verify(place / f"step_{step:07d}")) == []
+            hdfs.start_data_node(step % 2)
+            hdfs.wait_for_data_nodes()
+    again = [line for line in log if "is written again under another name" in line]
+    print(f"6 data nodes killed in the middle of saves, {len(again)} files written again: {again}")
+    assert [entry.name for entry in place.entries()] == ["latest", "step_0000006"]
+    place.remove()

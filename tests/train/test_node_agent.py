@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.faults.plan import FaultPlan
 from tests.ranks import mpi_environment
 from tests.train.runs import hpc_train, metrics, write_config, write_corpus
 
@@ -46,10 +47,10 @@ def _processes(run_dir: Path) -> list[int]:
     return found
 
 
-def _segments() -> set[int]:
-    """Inodes of all segments of ours that some process of this machine has open or mapped."""
+def _segments(pids: Iterable[int]) -> set[int]:
+    """Inodes of all segments of ours that these processes have open or mapped."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*"):
+    for path in (Path(f"/proc/{pid}") for pid in pids):
         try:
             found |= {fd.stat().st_ino for fd in (path / "fd").iterdir() if "memfd:hpc_train." in os.readlink(fd)}
             maps = (path / "maps").read_text().splitlines()
@@ -98,7 +99,7 @@ def test_a_run_killed_whole_leaves_nothing_goes_on_without_its_agent_and_ends_as
     driver = start()
     _wait_until(lambda: _num_steps(run_dir) >= 25)
     secret = json.loads((run_dir / "owner.json").read_text())["secret"]
-    held = _segments()
+    held = _segments(_processes(run_dir))
     assert len(_sockets(secret)) == 1 and held
     for pid in (driver.pid, *_processes(run_dir)):
         os.kill(pid, signal.SIGKILL)
@@ -108,7 +109,8 @@ def test_a_run_killed_whole_leaves_nothing_goes_on_without_its_agent_and_ends_as
     assert _left_in(Path("/dev/shm")) <= before
     assert _left_in(temporary) <= {f"hpc_train-{os.getuid()}"}  # caches of compiled code, kept on purpose
     assert not _sockets(secret)
-    assert not held & _segments()
+    # What is killed loses its environment before its open files.
+    _wait_until(lambda: not held & _segments(int(path.name) for path in Path("/proc").glob("[0-9]*")), 20.0)
 
     driver = start()
     _wait_until(lambda: _num_steps(run_dir) >= 60)
@@ -122,3 +124,23 @@ def test_a_run_killed_whole_leaves_nothing_goes_on_without_its_agent_and_ends_as
     assert plain.returncode == 0, plain.stdout + plain.stderr
     assert "each rank reads by itself, a step ahead (data.reader=rank)" in plain.stdout
     assert metrics(run_dir) == metrics(tmp_path / "plain")
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_behind_a_copy_does_not_take_the_save_with_it(tmp_path: Path) -> None:
+    """The save of step 4 takes some seconds; rank 1 is killed at step 5, and the driver waits for the agent."""
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path, steps=8)
+    words = ["run", tmp_path / "config.yaml", "-n", 2, "--run-dir", tmp_path / "run", "checkpoint.every=4"]
+    slow = [*words, "checkpoint.write_bytes_per_s=50000"]
+    died = hpc_train(slow, env=FaultPlan().kill(rank=1, step=5).environment(), timeout_s=200)
+    assert died.returncode not in (0, 10), died.stdout + died.stderr
+    assert "step 4 is copied in" in died.stdout and "saved step_0000004" not in died.stdout
+    assert "the ranks have ended, and the node agents write on" in (tmp_path / "run/logs/job.log").read_text()
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_0000004\n"
+    again = hpc_train(words, timeout_s=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "step_0000004 at step 4" in again.stdout
+    plain = hpc_train([*words[:5], tmp_path / "plain", *words[6:], "checkpoint.writer=rank"], timeout_s=200)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")

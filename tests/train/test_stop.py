@@ -152,12 +152,14 @@ def _fake_run(folder: Path, steps: int, saved: list[tuple[int, bool]], monkeypat
     )
     trainer = FakeTrainer()
 
-    def save(run: Run) -> bool:
+    def save(run: Run, *, must_last: bool) -> bool:
+        assert must_last
         time.sleep(0.0003)
         saved.append((run.step, trainer.inside))
         return True
 
     monkeypatch.setattr(loop, "save", save)
+    monkeypatch.setattr(loop, "state_pieces", lambda trainer, counted: [])
     monkeypatch.setattr(
         loop, "_collection_at_fixed_steps", contextlib.nullcontext
     )  # 0.3 s a run, which nobody asks for

@@ -1,0 +1,228 @@
+"""One save as a node agent carries it out: from the ranks' shared memory to the store. Needs no torch.
+
+1. the files of the node's ranks, several at a time, each from beginning to end
+2. a record of what was written, or of why it was not, for the node of rank 0
+3. on the node of rank 0, when all nodes' records are there: torch's index, the manifest, the commit
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint import folder as folders
+from hpc_train.checkpoint.finish import finish
+from hpc_train.checkpoint.location import Location
+from hpc_train.checkpoint.placed import PlacedBox, WrittenBox
+from hpc_train.checkpoint.store import Buffer, StoreError
+from hpc_train.checkpoint.visible import wait_for_folder
+from hpc_train.checkpoint.write import Flow, in_words, write_boxes, write_new_file
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.plan.run_files import CheckpointsNote, write_checkpoints_note
+
+Log = Callable[[str], None]
+
+_FILES_AT_ONCE = 4
+"""Assumed: streams that fill a node's link to a store; more of them only take turns."""
+_RECORDS = "nodes"
+"""In the folder of a step that is being written; gone before it is committed."""
+_RECORD = re.compile(r"node-(\d+)\.json")
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run's checkpoints go, and how.
+
+    keep: as checkpoint.keep. bytes_per_s: the most that this node writes, or None. note_dir: the run folder that is
+    told of the newest step, where checkpoints lie elsewhere.
+    """
+
+    root: Location
+    keep: int
+    bytes_per_s: float | None
+    note_dir: Path | None
+    node_rank: int
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank saves: where its boxes lie in its file, and where the bytes of each begin in its shared memory."""
+
+    placed: tuple[PlacedBox, ...]
+    offsets: tuple[int, ...]
+    memory: mmap.mmap
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(box.num_bytes for box in self.placed)
+
+    def raw_bytes(self, number: int) -> memoryview:
+        start = self.offsets[number]
+        return memoryview(self.memory)[start : start + self.placed[number].num_bytes]
+
+
+def write_node(target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:
+    """Phases 1 and 2, of a node that is not that of rank 0.
+
+    Raises:
+        Exception: it failed; the record says so, if it can be written.
+    """
+    folder = folders.temporary_folder(target.root, step, token)
+    wait_for_folder(folder)
+    written = _write_parts(folder, parts, flow, log)
+    _write_record(folder, target.node_rank, {"written": [box.to_plain() for box in written]}, log)
+    return written
+
+
+def write_failure(target: Target, step: int, token: str, why: str, log: Log) -> None:
+    """Tell the node of rank 0 that this one's part does not come."""
+    folder = folders.temporary_folder(target.root, step, token)
+    with suppress(HpcTrainError, OSError):
+        _write_record(folder, target.node_rank, {"error": why}, log)
+
+
+def write_first_node(
+    target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log
+) -> list[WrittenBox]:
+    """Phase 1 on the node of rank 0, which also removes what earlier attempts left."""
+    folder = folders.create_temporary(target.root, step, token)
+    return _write_parts(folder, parts, flow, log)
+
+
+def commit(
+    target: Target,
+    step: int,
+    token: str,
+    own: Sequence[WrittenBox],
+    values: dict[str, Any],
+    index: Buffer,
+    flow: Flow,
+    log: Log,
+) -> None:
+    """Phase 3: wait for the other nodes' records, and make the folder a checkpoint.
+
+    Raises:
+        CheckpointError: another node's part does not come, or the store fails.
+    """
+    folder = folders.temporary_folder(target.root, step, token)
+    written = [*own]
+    if target.num_nodes > 1:
+        for of_node in _records(folder, set(range(target.num_nodes)) - {target.node_rank}, flow):
+            written += of_node
+        (folder / _RECORDS).remove()
+    finish(folder, step, written, values, index, log)
+    flow.check()
+    folders.commit(folder, target.root, step)
+    folders.prune(target.root, target.keep)
+    if target.note_dir is not None:
+        try:
+            write_checkpoints_note(target.note_dir, CheckpointsNote(str(target.root), step))
+        except OSError as problem:
+            log(f"checkpoint: the run folder could not be told of step {step}: {problem}")
+
+
+def give_up(target: Target, step: int, token: str) -> None:
+    """Remove what was written of a save that failed."""
+    with suppress(HpcTrainError):
+        folders.temporary_folder(target.root, step, token).remove()
+
+
+def describe(problem: Exception, target: Target) -> str:
+    return str(problem) if isinstance(problem, HpcTrainError) else in_words(problem, target.root)
+
+
+def _write_parts(folder: Location, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:
+    """Write the ranks' files; the first that fails ends the others."""
+    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    filled = [part for part in parts if part.placed]
+    for number in range(len(filled)):
+        numbers.put(number)
+    written: dict[int, list[WrittenBox]] = {}
+    problems: list[Exception] = []
+
+    def work() -> None:
+        try:
+            while True:
+                number = numbers.get_nowait()
+                part = filled[number]
+                written[number] = _write_part(folder, part, flow, log)
+        except queue.Empty:
+            pass
+        except Exception as problem:
+            problems.append(problem)
+            flow.stop(str(problem))
+
+    # Daemons: a file system that hangs must not keep the agent from ending.
+    threads = [
+        threading.Thread(target=work, name=f"write {number}", daemon=True)
+        for number in range(min(_FILES_AT_ONCE, len(filled)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return [box for number in range(len(filled)) for box in written[number]]
+
+
+def _write_part(folder: Location, part: Part, flow: Flow, log: Log) -> list[WrittenBox]:
+    target = folder / part.placed[0].file
+    return write_new_file(target, lambda place: write_boxes(place, part.placed, part.raw_bytes, flow), log)
+
+
+def _write_record(folder: Location, node_rank: int, tree: dict[str, Any], log: Log) -> None:
+    records = folder / _RECORDS
+    records.make_folder()
+    unfinished = records / f"node-{node_rank}.json.part"
+    content = memoryview(json.dumps(tree).encode())
+
+    def write(place: Location) -> None:
+        with place.writing() as file:
+            file.write(content)
+
+    write_new_file(unfinished, write, log)
+    unfinished.rename(records / f"node-{node_rank}.json")
+
+
+def _records(folder: Location, missing: set[int], flow: Flow) -> Iterator[list[WrittenBox]]:
+    """What the other nodes have written, as their records come."""
+    pause_s = _FIRST_LOOK_S
+    while missing:
+        flow.check()
+        for node_rank, name in _record_names(folder):
+            if node_rank in missing:
+                yield _read_record(folder / _RECORDS / name, node_rank)
+                missing.discard(node_rank)
+                pause_s = _FIRST_LOOK_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+
+def _record_names(folder: Location) -> list[tuple[int, str]]:
+    try:
+        names = [entry.name for entry in (folder / _RECORDS).entries()]
+    except FileNotFoundError:
+        return []
+    return [(int(match[1]), name) for name in names if (match := _RECORD.fullmatch(name))]
+
+
+def _read_record(path: Location, node_rank: int) -> list[WrittenBox]:
+    try:
+        tree = json.loads(path.read_text())
+    except (ValueError, FileNotFoundError) as problem:
+        raise StoreError(f"{path} cannot be read: {problem}") from problem
+    if "error" in tree:
+        raise CheckpointError(f"node {node_rank}: {tree['error']}")
+    return [WrittenBox.from_plain(box) for box in tree["written"]]

@@ -1,0 +1,340 @@
+"""Writes checkpoints for the ranks of a node: what the node agent does for saves. Needs no torch.
+
+1. open: each rank passes on the memory that it will copy its state into, once, and says where all of it goes
+2. begin: a rank asks whether the save before is done; from here on the agent knows of the save, whoever ends
+3. take: the rank's copy is whole; when all of the node's ranks have said so, a thread writes (see `node_save`)
+4. wait: answered when the node's part is durable, or when the whole checkpoint is committed
+
+A rank that ends before its copy is whole fails the save on this node. One that ends later does not: what is to be
+written lies in the agent's own mapping of the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from hpc_train.cluster.agent_service import Peer, Service
+from hpc_train.cluster.memory_segment import Segment
+
+if TYPE_CHECKING:
+    import mmap
+
+    from hpc_train.checkpoint.node_save import Part, Target
+    from hpc_train.checkpoint.placed import WrittenBox
+    from hpc_train.checkpoint.write import Flow
+
+Log = Callable[[str], None]
+
+
+@dataclass
+class _Save:
+    """A save that ranks have begun. failure: why it does not come. result: what is told when it is done.
+
+    waiting: who wants to know, and whether of the commit.
+    """
+
+    token: str
+    step: int
+    flow: Flow
+    taken: set[int] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+    is_node_done: bool = False
+    is_done: bool = False
+    begin: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    waiting: list[tuple[Peer, bool]] = field(default_factory=list)
+
+    def fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self.flow.stop(why)
+
+    def answer(self) -> dict[str, Any]:
+        return {"failed": self.failure, "step": self.step, "seconds": self.seconds}
+
+
+@final
+class CheckpointService(Service):
+    """`checkpoint.open`, `begin`, `cancel`, `take`, `wait`, `abandon`: see `Session`."""
+
+    name = "checkpoint"
+    takes_descriptors = True
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._sessions: dict[str, Session] = {}
+        self._session_of: dict[Peer, Session] = {}
+
+    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any] | None:
+        verb = str(message["say"]).partition(".")[2]
+        if verb == "open":
+            self._open(peer, message, descriptors)
+            return {"ok": True}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if verb == "wait":
+            # Also of those that are no rank's first connection.
+            self._sessions[str(message["session"])].wait(peer, str(message["token"]), bool(message["commit"]))
+            return None
+        session = self._session_of.get(peer)
+        if session is None:
+            raise ValueError("checkpoint.open comes first")
+        token = str(message["token"])
+        if verb == "begin":
+            return session.begin(token, int(message["step"]))
+        if verb == "cancel":
+            session.cancel(token)
+        elif verb == "take":
+            session.take(peer, token, message.get("values"))
+        elif verb == "abandon":
+            session.abandon(token, str(message["reason"]))
+        else:
+            raise ValueError(f"unknown message checkpoint.{verb}")
+        return {"ok": True}
+
+    def gone(self, peer: Peer) -> None:
+        for session in self._sessions.values():
+            session.forget(peer)
+        session_of_peer = self._session_of.pop(peer, None)
+        if session_of_peer is not None:
+            session_of_peer.leave(peer)
+
+    def close(self) -> None:
+        """Write to the end what is whole here, for as long as the ranks have said that it may take."""
+        for session in self._sessions.values():
+            session.close()
+
+    def _open(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        memories = _map_all(descriptors)
+        name = str(message["session"])
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = Session(name, message, self._log)
+        session.join(peer, message, memories)
+        self._session_of[peer] = session
+
+
+@final
+class Session:
+    """One start of a run on this node: its ranks' memory, one save at a time, and a thread that writes it.
+
+    Messages are taken by the agent's thread, which never waits here.
+    """
+
+    def __init__(self, name: str, message: Mapping[str, Any], log: Log) -> None:
+        from hpc_train.checkpoint.location import locate
+        from hpc_train.checkpoint.node_save import Target
+
+        spec = message["target"]
+        self._target: Target = Target(
+            locate(spec["root"]),
+            int(spec["keep"]),
+            spec["bytes_per_s"],
+            Path(spec["note_dir"]) if spec["note_dir"] is not None else None,
+            int(message["node_rank"]),
+            int(message["num_nodes"]),
+        )
+        self._finish_s, self._count, self._log = float(message["finish_s"]), int(message["count"]), log
+        self._changed = threading.Condition()
+        self._members: dict[Peer, int] = {}
+        self._parts: dict[int, Part] = {}
+        self._index: mmap.mmap | None = None
+        self._save: _Save | None = None
+        self._before: _Save | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {name}", daemon=True)
+        self._thread.start()
+
+    def join(self, peer: Peer, message: Mapping[str, Any], memories: Sequence[mmap.mmap]) -> None:
+        """A rank has come. memories: what it copies into, and of rank 0 torch's index of the whole checkpoint."""
+        from hpc_train.checkpoint.node_save import Part
+        from hpc_train.checkpoint.placed import PlacedBox
+
+        rank = int(message["rank"])
+        placed = tuple(PlacedBox.from_plain(tree) for tree in message["placed"])
+        with self._changed:
+            if rank in self._parts or len(memories) != 1 + (rank == 0):
+                raise ValueError(f"rank {rank} has come already, or not with its memory")
+            self._parts[rank] = Part(placed, tuple(message["offsets"]), memories[0])
+            if rank == 0:
+                self._index = memories[1]
+            self._members[peer] = rank
+
+    def begin(self, token: str, step: int) -> dict[str, Any]:
+        """Whether the save before is done (`busy` tells how far it is) and whether it failed."""
+        from hpc_train.checkpoint.write import Flow
+
+        with self._changed:
+            save = self._save
+            if save is not None and save.token != token:
+                if not save.is_done:
+                    num_bytes = sum(part.num_bytes for part in self._parts.values())
+                    told = {"step": save.step, "written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
+                    return {"busy": told, "failed": None}
+                self._before, save = save, None
+            if save is None:
+                self._save = _Save(token, step, Flow(self._target.bytes_per_s))
+                if len(self._members) < self._count:
+                    self._save.fail("a rank of this node has ended")
+                    self._changed.notify_all()
+            before = self._before
+            failed = None if before is None or before.failure is None else [before.token, before.failure]
+            return {"busy": None, "failed": failed}
+
+    def cancel(self, token: str) -> None:
+        """The ranks do not go on with a save that they have begun."""
+        with self._changed:
+            if self._save is not None and self._save.token == token and not self._save.taken:
+                self._save = None
+
+    def take(self, peer: Peer, token: str, values: dict[str, Any] | None) -> None:
+        """A rank's copy is whole. values: of rank 0, the plain values of the manifest."""
+        with self._changed:
+            save = self._current(token)
+            save.taken.add(self._members[peer])
+            if values is not None:
+                save.values = values
+            if len(save.taken) == self._count:
+                save.begin = time.monotonic()
+                self._changed.notify_all()
+
+    def wait(self, peer: Peer, token: str, commit: bool) -> None:
+        with self._changed:
+            save = self._current(token)
+            if save.is_done or (save.is_node_done and not commit):
+                peer.send(save.answer())
+            else:
+                save.waiting.append((peer, commit))
+
+    def abandon(self, token: str, reason: str) -> None:
+        """Another node's part does not come."""
+        with self._changed:
+            self._current(token).fail(reason)
+            self._changed.notify_all()
+
+    def forget(self, peer: Peer) -> None:
+        """Nobody is there any more to be told."""
+        with self._changed:
+            if self._save is not None:
+                self._save.waiting = [entry for entry in self._save.waiting if entry[0] is not peer]
+
+    def leave(self, peer: Peer) -> None:
+        """A rank has gone; the last one lets the thread end behind what it has to write."""
+        with self._changed:
+            rank = self._members.pop(peer)
+            save = self._save
+            if save is not None and rank not in save.taken:
+                save.fail(f"rank {rank} ended before its part of step {save.step} was copied")
+            self._is_closing = self._is_closing or not self._members
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, after what is whole here is written."""
+        with self._changed:
+            self._is_closing = True
+            save = self._save
+            if save is not None and len(save.taken) < self._count:
+                save.fail(f"the node agent ended before step {save.step} was copied")
+            if save is not None and not save.is_done:
+                self._log(f"checkpoint: step {save.step} is written to its end first")
+            self._changed.notify_all()
+        self._thread.join(self._finish_s)
+        if self._thread.is_alive():
+            self._log(f"checkpoint: given up after {self._finish_s:g} s")
+
+    def _current(self, token: str) -> _Save:
+        for save in (self._save, self._before):
+            if save is not None and save.token == token:
+                return save
+        raise ValueError(f"the node agent knows of no save {token}")
+
+    def _run(self) -> None:
+        """The writing thread."""
+        while (save := self._next()) is not None:
+            try:
+                self._carry_out(save)
+            except Exception as problem:
+                self._fail(save, problem)
+            with self._changed:
+                save.is_done = True
+                self._tell(save)
+        with self._changed:
+            self._parts.clear()
+            self._index = None
+
+    def _next(self) -> _Save | None:
+        """The next save that is whole here or has failed, waiting for it; None at the end."""
+        with self._changed:
+            while True:
+                save = self._save
+                is_open = save is not None and not save.is_done
+                if save is not None and is_open and (len(save.taken) == self._count or save.failure is not None):
+                    return save
+                if self._is_closing and not is_open:
+                    return None
+                self._changed.wait()
+
+    def _carry_out(self, save: _Save) -> None:
+        from hpc_train.checkpoint import node_save
+
+        save.flow.check()
+        target, where = self._target, (save.step, save.token)
+        parts = [self._parts[rank] for rank in sorted(self._parts)]
+        write = node_save.write_first_node if self._is_first else node_save.write_node
+        written: list[WrittenBox] = write(target, *where, parts, save.flow, self._log)
+        self._log(
+            f"checkpoint: step {save.step}, {sum(part.num_bytes for part in parts) / 2**20:.1f} MiB of {len(parts)} "
+            f"ranks written in {time.monotonic() - save.begin:.2f} s"
+        )
+        with self._changed:
+            save.is_node_done = True
+            save.seconds = time.monotonic() - save.begin
+            self._tell(save)
+        if self._index is not None:
+            node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log)
+            save.seconds = time.monotonic() - save.begin
+            self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
+
+    @property
+    def _is_first(self) -> bool:
+        return self._index is not None
+
+    def _fail(self, save: _Save, problem: Exception) -> None:
+        from hpc_train.checkpoint import node_save
+
+        why = save.failure or node_save.describe(problem, self._target)
+        self._log(f"checkpoint: step {save.step} is not saved: {why}")
+        with self._changed:
+            save.fail(why)
+        if self._is_first:
+            node_save.give_up(self._target, save.step, save.token)
+        else:
+            node_save.write_failure(self._target, save.step, save.token, why, self._log)
+
+    def _tell(self, save: _Save) -> None:
+        """Answer those that have waited for as much as is done."""
+        due = [entry for entry in save.waiting if save.is_done or not entry[1]]
+        save.waiting = [entry for entry in save.waiting if entry not in due]
+        for peer, _ in due:
+            peer.send(save.answer())
+
+
+def _map_all(descriptors: Sequence[int]) -> list[mmap.mmap]:
+    """The memory behind descriptors that came; all of them are closed."""
+    memories = []
+    left = list(descriptors)
+    try:
+        while left:
+            segment = Segment.received(left.pop(0))
+            memories.append(segment.map())
+            segment.close()
+    finally:
+        for descriptor in left:
+            os.close(descriptor)
+    return memories

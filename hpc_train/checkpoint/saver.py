@@ -1,0 +1,172 @@
+"""Who saves a run's state: the node agents beside the training, or without them the ranks themselves, which wait.
+
+`checkpoint.writer` says who; with `auto` the agents, for as long as every node has one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from hpc_train.checkpoint.agent_saves import AgentSaves, AgentTarget, Saved, SaveFailed
+from hpc_train.checkpoint.folder import step_folder
+from hpc_train.checkpoint.location import Location
+from hpc_train.checkpoint.run_location import is_elsewhere, note_saved
+from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
+from hpc_train.checkpoint.state import StatePiece
+from hpc_train.cluster.agent_address import AgentGone
+from hpc_train.comm.world import World
+from hpc_train.config import CheckpointConfig
+from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
+from hpc_train.log import say, warn
+
+
+@final
+class Saver:
+    """Saves of one run. Methods are collective over all ranks unless they say otherwise.
+
+    has_failed: on rank 0, a save has failed while training went on, and checkpoint.on_error=stop: the next `save` or
+    `finish` raises that on every rank.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Location,
+        run_dir: Path,
+        world: World,
+        agent: tuple[str, str] | None,
+        completed: Callable[[float], str | None],
+    ) -> None:
+        """agent: job key and node, where a driver has started one. completed: told the seconds of saves; may warn."""
+        self._config, self._root, self._run_dir, self._world = config, root, run_dir, world
+        self._agent, self._completed = agent, completed
+        self._agents: AgentSaves | None = None
+        self._is_open = False
+        self._warned_of: int | None = None
+        self.has_failed = False
+
+    def open(self, pieces: Sequence[StatePiece]) -> None:
+        """Make ready now what the first save needs, for which the end of a warning may not wait.
+
+        Raises:
+            HpcTrainError: on every rank: checkpoint.writer=agent, and there is none, or not the memory.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        config = self._config
+        if self._world.rank == 0:
+            prepare_saving()
+        if config.writer == "agent" and self._agent is None:
+            raise ConfigError(
+                "checkpoint.writer=agent, but no driver has started a node agent here. Start by `hpc-train run` or "
+                "`submit`, or use checkpoint.writer=auto or rank."
+            )
+        if config.writer == "rank" or self._agent is None:
+            return
+        note_dir = self._run_dir if is_elsewhere(self._root, self._run_dir) else None
+        target = AgentTarget(self._root, config.keep, config.write_bytes_per_s, config.finish_s, note_dir)
+        try:
+            self._agents = AgentSaves(self._world, self._agent, target, pieces, self._report)
+        except HpcTrainError as problem:
+            self._leave_agents(problem)
+
+    def save(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any], *, must_last: bool) -> bool:
+        """Save a step; false if it is not saved, as far as is known.
+
+        must_last: wait until it is committed, and never leave it out.
+
+        Raises:
+            CheckpointError: it failed, or the one before did, unless checkpoint.on_error=continue.
+        """
+        self.open(pieces)
+        try:
+            if self._agents is None:
+                return self._save_by_ranks(step, pieces, values)
+            when_busy = "wait" if must_last else self._config.when_busy
+            is_begun = self._agents.save(step, pieces, values, when_busy)
+            if must_last:
+                self._agents.settle()
+            return is_begun
+        except SaveFailed as error:
+            self._bear(error)
+            # Where the one before failed, this one has still to be saved.
+            return error.step != step and self.save(step, pieces, values, must_last=must_last)
+        except AgentGone as problem:
+            self._leave_agents(problem)
+            return self.save(step, pieces, values, must_last=must_last)
+
+    def look(self) -> None:
+        """On rank 0, say what has become of a save written beside the training. Not collective, never waits."""
+        failed = self._agents.look() if self._agents is not None else None
+        if failed is not None:
+            self.has_failed = self._config.on_error == "stop"
+            self._warn_of(failed)
+
+    def finish(self) -> None:
+        """Wait until what was copied is committed. Raises as `save`."""
+        try:
+            if self._agents is not None:
+                self._agents.settle()
+        except SaveFailed as error:
+            self._bear(error)
+        except AgentGone as problem:
+            self._leave_agents(problem)
+
+    def close(self) -> None:
+        """Not collective; agents write on."""
+        if self._agents is not None:
+            self._agents.close()
+
+    def _save_by_ranks(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
+        begin = time.perf_counter()
+        try:
+            save_checkpoint(self._root, step, pieces, values, self._world, keep=self._config.keep)
+        except CheckpointError as error:
+            if self._config.on_error == "stop":
+                raise
+            if self._world.rank == 0:
+                warn(f"step {step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
+            return False
+        seconds = time.perf_counter() - begin
+        if self._world.rank == 0:
+            note_saved(self._root, self._run_dir, step)
+            self._report(Saved(step, seconds, seconds))
+        return True
+
+    def _report(self, saved: Saved) -> None:
+        waited = "" if saved.stall_s == saved.seconds else f", of which training waited {saved.stall_s:.2f} s"
+        say(f"saved {step_folder(saved.step)} in {saved.seconds:.2f} s{waited}")
+        too_short = self._completed(saved.seconds)
+        if too_short is not None:
+            warn(too_short)
+
+    def _bear(self, error: SaveFailed) -> None:
+        if self._config.on_error == "stop":
+            raise error
+        self._warn_of(error)
+
+    def _warn_of(self, error: SaveFailed) -> None:
+        if self._world.rank == 0 and self._warned_of != error.step:
+            self._warned_of = error.step
+            warn(f"{error} (checkpoint.on_error={self._config.on_error})")
+
+    def _leave_agents(self, problem: HpcTrainError) -> None:
+        """Save by the ranks from here on, unless checkpoint.writer=agent."""
+        self.close()
+        self._agents = None
+        if self._config.writer == "agent":
+            error = CheckpointError(
+                f"checkpoint.writer=agent, but {problem}. The agents' logs, logs/agent-*.log in the run folder, may "
+                "say why; start the run again, or set checkpoint.writer=auto, with which the ranks write then."
+            )
+            error.reporter = 0
+            raise error from problem
+        if self._world.rank == 0:
+            warn(
+                f"{problem}: from here on the ranks write checkpoints by themselves, and training waits for them "
+                "(checkpoint.writer=auto)"
+            )
