@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hpc_train import log
 from hpc_train.cluster import devices, network
@@ -27,7 +27,7 @@ from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import ProcessFacts, own_process
 from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
-from hpc_train.comm.layout import Layout, keep_order, plan_layout
+from hpc_train.comm.layout import Layout, agree_on_layout, keep_order, plan_layout
 from hpc_train.comm.mpi import check_pmi, check_world, library_version, load_mpi
 from hpc_train.comm.world import World
 from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
@@ -77,11 +77,12 @@ def bootstrap(
         device: "cpu" leaves GPUs alone.
 
     Raises:
-        LaunchError: the sources contradict each other, MPI cannot be used, nodes cannot reach each other.
+        ValueError: arguments that it does not take.
+        LaunchError: this process is a rank already; the sources contradict each other, MPI cannot be used, nodes cannot
+            reach each other, ranks ask for different layouts.
         ConfigError: the layout does not fit the ranks or the nodes.
     """
-    if plan is not None and layout is not None:
-        raise ValueError("bootstrap takes a plan or a layout to make one of, not both")
+    _check_arguments(source, plan, layout, device)
     env = process_env()
     rendezvous = rendezvous or Rendezvous()
     process = own_process()
@@ -95,17 +96,37 @@ def bootstrap(
     return _bootstrap_mpi(env, process, plan or layout, rendezvous, device)
 
 
+def _check_arguments(source: str, plan: Plan | None, layout: Layout | None, device: str) -> None:
+    """Refuse what would be taken for something else, before anything is bound or waited for."""
+    if source not in get_args(Source):
+        raise ValueError(f"bootstrap knows no source {source!r}; it takes {', '.join(get_args(Source))}")
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"bootstrap knows no device {device!r}; it takes auto (a GPU where there is one) and cpu")
+    if plan is not None and layout is not None:
+        raise ValueError("bootstrap takes a plan or a layout to make one of, not both")
+    if layout is not None and not isinstance(layout, Layout):
+        raise ValueError(f"bootstrap takes a layout such as Layout(tp=2), not {layout!r}")
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        raise LaunchError(
+            "this process is in a process group already: bootstrap was called before, or the script made a group "
+            "itself. Use the World of the first call, or close it first (World.close())."
+        )
+
+
 def _leave_at_once_on_uncaught_errors(env: Mapping[str, str], process: ProcessFacts) -> None:
     """An error that nobody catches ends this process without MPI_Finalize, which would wait for the others.
 
     Its exit code is that of the table, and an error that all ranks share is printed by one of them. An interactive
     interpreter is left alone.
     """
-    before = sys.excepthook
+    before, stderr = sys.excepthook, sys.stderr
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # torch's hook, which comes first, collects what this one writes, to print it after it: never.
+        sys.stderr = stderr
         shared_by = getattr(error, "reporter", None)
         if not isinstance(error, HpcTrainError) or shared_by is None:
             before(kind, error, trace)
@@ -177,12 +198,18 @@ def _bootstrap_mpi(
         hint = rank_hint(env, process)
         check_pmi(env, hint)
         communicator = load_mpi()
+        if hint is None and communicator.Get_size() == 1:
+            raise LaunchError(
+                'source="mpi" was asked for, and no launcher started this process, so it would be a world of one. '
+                'Start it with srun or mpirun, or ask for one process with bootstrap(source="single").'
+            )
         check_world(communicator.Get_rank(), communicator.Get_size(), hint, library_version())
         _let_all_leave_mpi_init(communicator.Get_size())
         control: Control = MpiControl(communicator)
         # The plan calls a node by Slurm's name for it where Slurm named it, else by its host name.
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
         slots = _slots(control.all_gather([node, hint.local_rank if hint else None]))
+        agree_on_layout(control, wanted if isinstance(wanted, Layout) else None)
         plan = plan_layout(control, wanted, slots, env) if isinstance(wanted, Layout) else wanted
         identity = _identify(control, slots, plan)
     ordered = communicator.Split(0, identity.rank)
@@ -274,6 +301,7 @@ def _bootstrap_env(
     slots = [(name, index) for name, index in control.all_gather([node, ranks.local_rank])]
     nodes = [name for name, _ in slots]
     plan, error = None, None
+    agree_on_layout(control, layout)
     try:
         plan = None if layout is None else keep_order(layout, slots, ranks.rank)
     except HpcTrainError as problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -61,8 +62,14 @@ class Control(ABC):
         """Root's value on every rank."""
         return self.all_gather(value if self.rank == root else None)[root]
 
-    def compare(self, value: str, note: str) -> Compared:
-        """Whether all ranks hold the same value, and rank 0's note, which need not be the same."""
+    def compare(self, value: str, note: str, timeout_s: float | None = None) -> Compared:
+        """Whether all ranks hold the same value, and rank 0's note, which need not be the same.
+
+        timeout_s: for the others to come, where the channel has no limit of its own; None: as long as it takes.
+
+        Raises:
+            CollectiveError: they did not come.
+        """
         answers = self.all_gather([value, note])
         different = [rank for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
         return Compared(answers[0][1], len(different), different[0] if different else None)
@@ -121,10 +128,12 @@ class MpiControl(Control):
         self._communicator.Bcast(buffer, root=root)
         return json.loads(buffer.tobytes())
 
-    def compare(self, value: str, note: str) -> Compared:
+    def compare(self, value: str, note: str, timeout_s: float | None = None) -> Compared:
         """Two small messages down and up a tree, where gathering all values would bring n of them to each of n."""
         from mpi4py import MPI
 
+        if timeout_s is not None:
+            self._meet(timeout_s)
         first, note = self.broadcast([value, note])
         mine = np.array([value != first, -self.rank if value != first else -self.size], dtype=np.int64)
         total, highest = np.empty_like(mine), np.empty_like(mine)
@@ -134,9 +143,17 @@ class MpiControl(Control):
 
     def barrier(self) -> None:
         """Wait asleep: MPI's own waiting takes a whole core from ranks that are still on their way."""
+        self._meet(math.inf)
+
+    def _meet(self, timeout_s: float) -> None:
         request = self._communicator.Ibarrier()
-        pause_s = 0.0
+        pause_s, deadline = 0.0, time.monotonic() + timeout_s
         while not request.Test():
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"rank {self.rank} waited {timeout_s:g} s for the others of {self.size} ranks, and some did not "
+                    "come. Every rank must make this call; look at what the others do, or whether they have ended."
+                )
             time.sleep(pause_s)
             pause_s = min(pause_s + _PAUSE_STEP_S, _LONGEST_PAUSE_S)
 
@@ -168,7 +185,7 @@ class TorchControl(Control):
         dist.all_gather(received, padded)
         return [json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)]
 
-    def compare(self, value: str, note: str) -> Compared:
+    def compare(self, value: str, note: str, timeout_s: float | None = None) -> Compared:
         """Over the store, in four operations a rank: a ring of n - 1 messages takes ten times as long on gloo."""
         from torch.distributed import distributed_c10d
 

@@ -142,7 +142,8 @@ def build_groups(world: World, plan: GroupPlan | None = None, recorder: Recorder
 
 def _agree_on_plan(world: World, plan: GroupPlan) -> str:
     """Compare the plan over all ranks, and agree on a prefix under which no group was made before."""
-    compared = world.control.compare(plan.hash, note=secrets.token_hex(4))
+    limit_s = torch_groups.world_timeout().total_seconds() if world.world_size > 1 else None
+    compared = world.control.compare(plan.hash, note=secrets.token_hex(4), timeout_s=limit_s)
     problem = ""
     if compared.num_different:
         problem = (

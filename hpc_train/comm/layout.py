@@ -67,6 +67,23 @@ class Layout:
         return tuple(entries)
 
 
+def agree_on_layout(control: Control, layout: Layout | None) -> None:
+    """Collective over all ranks.
+
+    Raises:
+        LaunchError: a rank asks for another layout than rank 0, or one asks for none; on all ranks.
+    """
+    compared = control.compare(repr(layout), note=repr(layout))
+    if compared.num_different:
+        other = "another one" if repr(layout) == compared.note else repr(layout)
+        error = LaunchError(
+            f"{compared.num_different} of {control.size} ranks ask for another layout than rank 0 ({compared.note}), "
+            f"the first of them rank {compared.first_different} ({other}). Give bootstrap the same layout everywhere."
+        )
+        error.reporter = 0
+        raise error
+
+
 def plan_layout(control: Control, layout: Layout, slots: Sequence[tuple[str, int]], env: Mapping[str, str]) -> Plan:
     """The plan of all ranks for their slots, each once, by the launcher's rank. Collective.
 

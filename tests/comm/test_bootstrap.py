@@ -120,7 +120,63 @@ def test_an_uncaught_error_on_one_rank_ends_all_in_seconds_with_its_code(raised,
     )
     result = run_mpi([script], 3, timeout_s=60)
     assert result.returncode == code
-    assert "x" in result.stderr
+    assert f"{raised[: raised.index('(')]}: x\n" in result.stderr
+
+
+@pytest.mark.mpi
+def test_ranks_that_ask_for_different_layouts_or_do_not_come_are_told(tmp_path):
+    """FC-56, FC-59: on every rank, and within the time limit."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, time\n"
+        "from hpc_train import Layout, bootstrap, build_groups\n"
+        "from hpc_train.comm.bootstrap import Rendezvous\n"
+        "second = os.environ['OMPI_COMM_WORLD_RANK'] == '1'\n"
+        "told = []\n"
+        "try: bootstrap(layout=Layout(pp=2) if second else Layout(tp=2), device='cpu')\n"
+        "except Exception as problem: told.append([type(problem).__name__, str(problem)])\n"
+        "world = bootstrap(layout=Layout(tp=2), device='cpu', rendezvous=Rendezvous(timeout_s=3))\n"
+        "try: bootstrap(layout=Layout(tp=2), device='cpu')\n"
+        "except Exception as problem: told.append([type(problem).__name__, str(problem)])\n"
+        "tell = lambda: print(json.dumps([world.rank, told]), flush=True)\n"
+        "if second: tell(); time.sleep(600)\n"
+        "try: build_groups(world)\n"
+        "except Exception as problem: told.append([type(problem).__name__, str(problem)])\n"
+        "tell()\n"
+        "os._exit(0)\n"
+    )
+    result = run_mpi([script], 2, timeout_s=120)
+    told = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    for rank in (0, 1):
+        assert told[rank][0][0] == "LaunchError"
+        assert "1 of 2 ranks ask for another layout than rank 0 (Layout(" in told[rank][0][1]
+        assert told[rank][1][0] == "LaunchError"
+        assert "in a process group already" in told[rank][1][1]
+    assert [kind for kind, _ in told[0][2:]] == ["CollectiveError"]
+    assert "waited 3 s for the others of 2 ranks" in told[0][2][1]
+    assert told[1][2:] == []
+
+
+def test_an_uncaught_error_of_a_script_is_printed_and_odd_arguments_are_refused(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hpc_train import Layout, bootstrap\n"
+        "for arguments in ({'source': 'torchrun'}, {'device': 'gpu'}, {'layout': {'tp': 1}}, {'source': 'mpi'}):\n"
+        "    try: bootstrap(**{'source': 'single', 'device': 'cpu', **arguments})\n"
+        "    except Exception as problem: print(type(problem).__name__, problem)\n"
+        "bootstrap('single', device='cpu')\n"
+        "raise RuntimeError('my own bug')\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
+    env["PYTHONPATH"] = str(ROOT)
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
+    assert result.returncode == ExitCode.INTERNAL
+    assert "RuntimeError: my own bug" in result.stderr
+    source, device, layout, mpi = result.stdout.splitlines()
+    assert source.startswith("ValueError") and "torchrun" in source and "mpi, env, single" in source
+    assert device.startswith("ValueError") and "'gpu'" in device
+    assert layout.startswith("ValueError") and "Layout(tp=2)" in layout
+    assert mpi.startswith("LaunchError") and "no launcher started this process" in mpi
 
 
 @pytest.mark.mpi
