@@ -28,10 +28,6 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
         DataError: a data file is missing or unreadable; all of them are named.
     """
     check_sizes(config, mesh)
-    if config.parallel.hdp is not None:
-        raise ConfigError(
-            "parallel.hdp is planned (`hpc-train plan --batch STEP`), and not carried out by this version. Leave it out"
-        )
     missing = []
     for source in (*config.data.train, *config.data.heldout):
         for ending in (".bin", ".idx"):

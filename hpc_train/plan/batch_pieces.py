@@ -66,6 +66,11 @@ class PieceBatch:
         """This rank's among the members."""
         return self.members.index(self.rank)
 
+    @property
+    def sum_of_lengths(self) -> int:
+        """Over its tokens, the length of the sequence of each: what attention's work goes by."""
+        return sum(length * (stop - start) for length in self.lengths for start, stop in self._parts(length))
+
     def positions(self) -> Integers:
         """Of each token its place in its sequence."""
         return _joined([np.arange(piece.start, piece.start + piece.length) for piece in self.micro_batch.sequences])

@@ -24,9 +24,11 @@ from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.exchange import Exchange
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.split_backward import WeightQueue, queue_weights
+from hpc_train.plan.batch_of_run import batches_of_plan
 from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters
+from hpc_train.plan.run import Plan
 from hpc_train.plan.stages import stage_parts
 from hpc_train.record import NOT_RECORDED, Recorder
 from hpc_train.train.lamb import ShardedLamb
@@ -135,6 +137,7 @@ def _open_data(config: Config, mesh: Mesh, world: World) -> Feed:
             place=place,
             agent=_agent_address(process_env(), session),
             is_first=world.rank == 0,
+            batches=None if config.parallel.hdp is None else batches_of_plan(config, _plan_of(world)),
         )
     except HpcTrainError as problem:
         error = problem
@@ -142,6 +145,11 @@ def _open_data(config: Config, mesh: Mesh, world: World) -> Feed:
     assert feed is not None
     agree_on_reader(feed, world)
     return feed
+
+
+def _plan_of(world: World) -> Plan:
+    assert world.plan is not None, "a run is planned"
+    return world.plan
 
 
 def agree_on_reader(feed: Feed, world: World) -> None:

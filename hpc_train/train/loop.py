@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hpc_train.checkpoint.load import Loaded
 from hpc_train.checkpoint.location import Location
@@ -20,8 +20,9 @@ from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.feed import Feed
 from hpc_train.data.loader import Batch
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, LaunchError
 from hpc_train.log import say, warn
+from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.cost import mfu
 from hpc_train.record import NOT_RECORDED, Kind, Recorder
 from hpc_train.train.metrics import Metrics, rate
@@ -81,6 +82,7 @@ def train(run: Run) -> Stopped | None:
     """
     config, first_step = run.config, run.step + 1
     skipped_in_a_row = 0
+    _compare_first_plan(run)
     with _collection_at_fixed_steps():
         while run.step < config.train.steps:
             begin = time.perf_counter()
@@ -88,7 +90,7 @@ def train(run: Run) -> Stopped | None:
             lr = learning_rate(run.step, config.optimizer, config.train.steps)
             with run.recorder.step(run.step):
                 batches = _micro_batches(run)
-                result = run.trainer.step(run.step, batches, lr, lambda: run.stop.wanted() or run.saver.has_failed)
+                result = run.trainer.step(run.step, batches, lr, lambda: _stop_wanted(run), _next_plan(run))
             stopping = result.stop_wanted and run.step < config.train.steps
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -104,6 +106,8 @@ def train(run: Run) -> Stopped | None:
             last_step = config.train.steps if config.checkpoint.at_end else 0
             if stopping or _is_due(run.step, config.checkpoint.every, last_step):
                 is_saved = save(run, must_last=stopping or run.step == config.train.steps)
+            if not result.has_same_plan:
+                raise _different_plans(run.step + 1)
             if stopping:
                 return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
             if run.step == first_step:
@@ -129,12 +133,38 @@ def _check_handlers(run: Run) -> None:
 
 def evaluate(run: Run) -> float:
     """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
-    return run.trainer.evaluate(cast(Iterator[Iterator[Batch]], run.feed.heldout()))
+    return run.trainer.evaluate(run.feed.heldout())
 
 
-def _micro_batches(run: Run) -> Iterator[Batch]:
-    """This rank's part of the plan of the step that has begun; rows, since parallel.hdp is refused before a start."""
-    return cast(Iterator[Batch], run.feed.micro_batches(run.step))
+def _micro_batches(run: Run) -> Iterator[Batch | PieceBatch]:
+    """This rank's part of the plan of the step that has begun."""
+    return run.feed.micro_batches(run.step)
+
+
+def _stop_wanted(run: Run) -> bool:
+    """On this rank: it was told to stop, or a save failed while training went on."""
+    return run.stop.wanted() or run.saver.has_failed
+
+
+def _next_plan(run: Run) -> Callable[[], bytes] | None:
+    """What tells the digest of the next step's batch plan; None where steps are rows, whose plan is arithmetic."""
+    return None if run.config.parallel.hdp is None else lambda: run.feed.plan_ahead(run.step + 1)
+
+
+def _compare_first_plan(run: Run) -> None:
+    """Refuse to begin a step whose rings not all ranks know of. Collective over all ranks."""
+    first_plan = _next_plan(run)
+    if first_plan is not None and run.step < run.config.train.steps:
+        compared = run.world.control.compare(first_plan().hex(), "")
+        if compared.num_different:
+            raise _different_plans(run.step + 1)
+
+
+def _different_plans(step: int) -> LaunchError:
+    return LaunchError(
+        f"ranks planned step {step} differently, and would wait for each other in its rings. All nodes must see the "
+        "same datasets, configuration and profile, and run the same version"
+    )
 
 
 def restore(run: Run, loaded: Loaded) -> None:
@@ -181,7 +211,8 @@ def save(run: Run, *, must_last: bool) -> bool:
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
     tokens_per_s = rate(result.num_tokens, seconds)
     config = run.config
-    utilisation = mfu(tokens_per_s, config.model, config.data.seq_len, run.peak_flops) if tokens_per_s else None
+    length = round(result.mean_length) or config.data.seq_len
+    utilisation = mfu(tokens_per_s, config.model, length, run.peak_flops) if tokens_per_s else None
     return {
         "step": run.step,
         "loss": result.loss,

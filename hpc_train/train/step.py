@@ -26,6 +26,7 @@ from hpc_train.parallel.data import ShardedParameters
 from hpc_train.parallel.hybrid import check_pieces, piece_inputs
 from hpc_train.parallel.offload import HostRoom, OffloadedLayers
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.plan.batch_agree import digest_summands, is_same_digest
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.groups import HDP
 from hpc_train.plan.schedule import Schedule
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 class StepResult:
     """Figures of one step over all ranks. loss: nats per supervised token; grad_norm: of the mean gradient.
 
-    stop_wanted: some rank wants the run to stop after this step.
+    stop_wanted: some rank wants the run to stop after this step. mean_length: of the sequences of tokens in pieces, 0
+    where batches are rows. has_same_plan: all ranks have the same plan of the next step.
     """
 
     loss: float
@@ -51,6 +53,8 @@ class StepResult:
     num_supervised: int
     skipped: bool
     stop_wanted: bool = False
+    mean_length: float = 0.0
+    has_same_plan: bool = True
 
 
 def _never() -> bool:
@@ -90,11 +94,13 @@ class Trainer:
         micro_batches: Iterable[Batch | PieceBatch],
         lr: float,
         stop_wanted: Callable[[], bool] = _never,
+        next_plan: Callable[[], bytes] | None = None,
     ) -> StepResult:
         """Collective over all ranks. micro_batches: of this rank's place on the dp axis; of pieces, any number
         of them.
 
-        number: the step's, from 1. stop_wanted is asked once, late in the step.
+        number: the step's, from 1. stop_wanted is asked once, late in the step, and so is next_plan for the digest of
+        the next step's batch plan, which ranks compare before they meet in its rings.
         """
         self._collectives.begin_step()
         recorder = self.groups.recorder
@@ -109,10 +115,12 @@ class Trainer:
         losses = self._run(schedule, self._inputs(batches, number))
         shards = [chunk.await_gradients() for chunk in self.parameters]
         square = self._sum_of_squares()
-        loss_sum, tokens, supervised = self._counts(losses, batches)
-        loss_sum, tokens, supervised, square, wishes = all_reduce_sum(
-            [loss_sum, tokens, supervised, square, int(stop_wanted())], self.groups.world, self.device
-        )
+        digest = None if next_plan is None else next_plan()
+        counts = [*self._counts(losses, batches), square, int(stop_wanted())]
+        words = [] if digest is None else digest_summands(digest)
+        sums = all_reduce_sum([*counts, *words], self.groups.world, self.device)
+        loss_sum, tokens, supervised, lengths, square, wishes = sums[: len(counts)]
+        has_same_plan = digest is None or is_same_digest(sums[len(counts) :], digest, self.groups.world.group_size)
         recorder.anchor()  # the device has given the sums, so it has nothing left to do
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
         grad_norm = math.sqrt(square) / supervised if supervised else 0.0
@@ -124,7 +132,10 @@ class Trainer:
                 for chunk in self.parameters:
                     chunk.publish_shard()
         loss = loss_sum / supervised if supervised else 0.0
-        return StepResult(loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0)
+        mean_length = lengths / tokens if tokens else 0.0
+        return StepResult(
+            loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0, mean_length, has_same_plan
+        )
 
     def publish_parameters(self) -> None:
         """Give master weights that were set anew to every rank's model, now. Collective over the dp group."""
@@ -135,14 +146,14 @@ class Trainer:
             chunk.await_parameters()
 
     @torch.no_grad()
-    def evaluate(self, steps: Iterable[Iterable[Batch]]) -> float:
+    def evaluate(self, steps: Iterable[Iterable[Batch | PieceBatch]]) -> float:
         """Mean loss, in nats per supervised token, over this place's micro-batches of each step. Collective."""
         loss_sum, num_supervised = 0.0, 0.0
         for micro_batches in steps:
             batches = list(micro_batches)
             schedule = plan_evaluation(self._num_stages, len(batches), len(self.parameters))
             losses = self._run(schedule, self._inputs(batches, None))
-            own_loss, _, own_supervised = self._counts(losses, batches)
+            own_loss, _, own_supervised, _ = self._counts(losses, batches)
             loss_sum, num_supervised = loss_sum + own_loss, num_supervised + own_supervised
         loss_sum, supervised = all_reduce_sum([loss_sum, num_supervised], self.groups.world, self.device)
         return loss_sum / supervised if supervised else math.nan
@@ -182,14 +193,16 @@ class Trainer:
 
     def _counts(
         self, losses: Sequence[torch.Tensor], batches: Sequence[Batch | PieceBatch]
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
         """What this rank adds to the sums over all: a micro-batch counts on one rank of those that share it."""
         coords = self.groups.coords
         if coords["tp"] != 0 or coords["pp"] != self._num_stages - 1:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         loss_sum = math.fsum(float(loss) for loss in losses)
         tokens = sum(batch.num_tokens for batch in batches)
-        return loss_sum, float(tokens), float(sum(batch.num_supervised for batch in batches))
+        supervised = sum(batch.num_supervised for batch in batches)
+        lengths = sum(batch.sum_of_lengths for batch in batches if isinstance(batch, PieceBatch))
+        return loss_sum, float(tokens), float(supervised), float(lengths)
 
     def _sum_of_squares(self) -> float:
         """Of the gradients that this rank counts: norms of pieces in fp32, added in double."""
