@@ -20,6 +20,9 @@ from hpc_train.errors import ConfigError
 RECIPES = Path(__file__).parent / "recipes"
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
+LARGEST_SIZE = 2**31 - 1
+"""Of a tensor's dimension. assumed: libraries below count in 32 bits here and there, and no model comes near."""
+Size = Annotated[int, Field(gt=0, le=LARGEST_SIZE, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -42,11 +45,11 @@ class ModelConfig(Section):
     family: Literal["gpt", "llama"]
     # assumed: more layers than any model has, and few enough to be listed at once.
     num_layers: Annotated[int, Field(gt=0, le=10_000, strict=True)]
-    hidden_size: Positive
-    num_heads: Positive
-    num_kv_heads: Positive | None = None
-    ffn_hidden_size: Positive | None = None
-    vocab_size: Positive
+    hidden_size: Size
+    num_heads: Size
+    num_kv_heads: Size | None = None
+    ffn_hidden_size: Size | None = None
+    vocab_size: Size
     tied_embeddings: bool = False
     block: Literal["serial", "parallel"] = "serial"
     attention_window: int | tuple[int | None, ...] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,20 @@ def convert(
 
     Raises:
         CheckpointError: the source is damaged, or of a model that the other side does not have.
-        ConfigError: the target exists, or an option has no effect in this direction.
+        ConfigError: the target exists or lies inside a model's folder, or an option has no effect in this direction.
     """
     into = locate(target).local
     if into is None:
         raise ConfigError(f"{target}: convert writes to local folders; copy it from there (`hdfs dfs -put`)")
     if into.exists():
         raise ConfigError(f"{into} exists; give a name that does not, or remove it first")
+    _refuse_within(into, "a checkpoint", lambda folder: is_checkpoint(locate(folder)))
     chosen = DTYPES[dtype] if dtype else None
     folder = locate(source).local
     if folder is not None and is_hf_folder(folder):
         given = {"--config": config, "--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes}
         _refuse_without_effect(given, "from a Hugging Face folder")
+        _refuse_within(into, "the folder to convert", folder.samefile)
         return import_hf(folder, into, chosen, ignore)
     if is_foreign_dcp(locate(source)) and not is_checkpoint(locate(source)):
         unused = {"--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes, "--ignore": ignore or None}
@@ -61,6 +63,8 @@ def convert(
             raise ConfigError(
                 f"{source} is a checkpoint of torch, which does not say of which model: name it by --config"
             )
+        if folder is not None:
+            _refuse_within(into, "the folder to convert", folder.samefile)
         return import_dcp(locate(source), into, chosen, read_model(source, config))
     checkpoint = find_checkpoint(source)
     _refuse_without_effect({"--ignore": ignore}, "to a Hugging Face folder")
@@ -69,6 +73,13 @@ def convert(
 
 def is_hf_folder(path: Path) -> bool:
     return (path / HF_CONFIG).is_file() and not is_checkpoint(locate(path))
+
+
+def _refuse_within(target: Path, what: str, is_it: Callable[[Path], bool]) -> None:
+    """Nothing is written into a folder whose files are a model: it would be another one afterwards."""
+    for above in target.resolve().parents:
+        if above.is_dir() and is_it(above):
+            raise ConfigError(f"{target} lies inside {what}, {above}; give a place outside of it")
 
 
 def _refuse_without_effect(given: Mapping[str, Any], direction: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hpc_train.checkpoint.find import MODEL_FILE, write_model_file
 from hpc_train.checkpoint.foreign_dcp import ForeignBox, read_box, read_index
-from hpc_train.checkpoint.hf_folder import Converted, as_dtype, renamed_when_done
+from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype, renamed_when_done
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, differences, few, model_tensors
 from hpc_train.checkpoint.save import write_alone
@@ -29,13 +29,15 @@ def import_dcp(source: Location, target: Path, dtype: str | None, spec: ModelSpe
     _require_model(source, weights, spec)
     if left := sorted({box.name for box in boxes} - {box.name for box in weights}) + others:
         say(f"left out, since it is no weight: {few(left, 5)}")
-    pieces = [_piece(source, box, dtype) for box in weights]
+    odd = NotFinite()
+    pieces = [_piece(source, box, dtype, odd) for box in weights]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
     require_free_bytes(target, num_bytes, "the checkpoint", CheckpointError)
     origin = f"torch checkpoint {source.name}"
     with renamed_when_done(target) as temporary:
         write_alone(temporary, 0, pieces, {"origin": origin})
         write_model_file(temporary / MODEL_FILE, spec, origin)
+    odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)
     types = tuple(sorted({str(piece.dtype).removeprefix("torch.") for piece in pieces}))
     return Converted(target, "from torch's checkpoint", spec, count, num_bytes, types, ())
@@ -50,10 +52,10 @@ def _require_model(source: Location, weights: list[ForeignBox], spec: ModelSpec)
             raise CheckpointError(f"{source}: {box.name} is {box.dtype}; known are {', '.join(STORED_TYPES)}")
 
 
-def _piece(source: Location, box: ForeignBox, dtype: str | None) -> DeferredPiece:
+def _piece(source: Location, box: ForeignBox, dtype: str | None, odd: NotFinite) -> DeferredPiece:
     kind = getattr(torch, dtype) if dtype else box.dtype
-    return DeferredPiece(box.name, box.shape, box.box, kind, partial(_read_as, source, box, kind))
+    return DeferredPiece(box.name, box.shape, box.box, kind, partial(_read_as, source, box, kind, odd))
 
 
-def _read_as(source: Location, box: ForeignBox, dtype: torch.dtype) -> torch.Tensor:
-    return as_dtype(read_box(source, box), dtype, box.name)
+def _read_as(source: Location, box: ForeignBox, dtype: torch.dtype, odd: NotFinite) -> torch.Tensor:
+    return as_dtype(odd.show(read_box(source, box), box.name), dtype, box.name)

@@ -14,7 +14,16 @@ import torch
 from hpc_train.checkpoint import safetensors_files as files
 from hpc_train.checkpoint.find import HF_FOLDER, MODEL_FILE, write_model_file
 from hpc_train.checkpoint.hf_config import read_hf_config
-from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
+from hpc_train.checkpoint.hf_folder import (
+    CARRIED,
+    HF_CONFIG,
+    Converted,
+    NotFinite,
+    as_dtype,
+    carry,
+    read_json,
+    renamed_when_done,
+)
 from hpc_train.checkpoint.hf_names import HEAD, Place, hf_tensors, is_constant, known_prefix, places
 from hpc_train.checkpoint.local_store import flush_folder
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, differences, model_tensors
@@ -33,10 +42,11 @@ def import_hf(source: Path, target: Path, dtype: str | None, ignore: Collection[
     stored = _agreed_tensors(source, spec)
     shapes = model_tensors(spec)
     dtypes = {name: dtype or stored[place.hf.name].dtype for name, place in places(spec).items()}
+    odd = NotFinite()
     pieces = [
         piece
         for name, place in places(spec).items()
-        for piece in _pieces(name, shapes[name], place, stored[place.hf.name], dtypes[name])
+        for piece in _pieces(name, shapes[name], place, stored[place.hf.name], dtypes[name], odd)
     ]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
     require_free_bytes(target, num_bytes, "the checkpoint", CheckpointError)
@@ -47,6 +57,7 @@ def import_hf(source: Path, target: Path, dtype: str | None, ignore: Collection[
         (temporary / HF_FOLDER).mkdir()
         carried = carry(source, temporary / HF_FOLDER, (HF_CONFIG, *CARRIED, files.INDEX_FILE))
         flush_folder(temporary / HF_FOLDER)
+    odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)
     return Converted(target, "from Hugging Face", spec, count, num_bytes, tuple(sorted({*dtypes.values()})), carried)
 
@@ -58,6 +69,7 @@ def _agreed_tensors(source: Path, spec: ModelSpec) -> dict[str, RawTensor]:
     stored = {
         name if name == HEAD else prefix + name: tensor for name, tensor in present.items() if not is_constant(name)
     }
+    files.require_types(stored)
     wanted = hf_tensors(spec)
     if HEAD in stored and HEAD not in wanted:
         _require_tied(source, stored[HEAD], stored.get(wanted_embedding(spec)))
@@ -78,7 +90,13 @@ def wanted_embedding(spec: ModelSpec) -> str:
 
 def _require_tied(source: Path, head: RawTensor, embedding: RawTensor | None) -> None:
     """A tied model's file may hold the head as well, if it is the embedding."""
-    if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+    if embedding is not None and head.dtype != embedding.dtype:
+        raise CheckpointError(
+            f"{source}: tie_word_embeddings is true, but {HEAD} is stored as {head.dtype} and the embedding as "
+            f"{embedding.dtype}. If the model has a head of its own, set tie_word_embeddings to false in its "
+            f"{HF_CONFIG}; if not, leave {HEAD} out of the file."
+        )
+    if embedding is None or head.shape != embedding.shape:
         same = False
     else:
         blocks = [(at, min(BLOCK_BYTES, head.num_bytes - at)) for at in range(0, head.num_bytes, BLOCK_BYTES)]
@@ -90,24 +108,30 @@ def _require_tied(source: Path, head: RawTensor, embedding: RawTensor | None) ->
         )
 
 
-def _pieces(name: str, shape: tuple[int, ...], place: Place, stored: RawTensor, dtype: str) -> Iterator[DeferredPiece]:
+def _pieces(
+    name: str, shape: tuple[int, ...], place: Place, stored: RawTensor, dtype: str, odd: NotFinite
+) -> Iterator[DeferredPiece]:
     """Boxes of a tensor of ours: blocks of rows; a transposed one whole, since its rows are columns there."""
     is_cut = len(shape) == 2 and not place.hf.is_transposed
     blocks = row_blocks(shape, 4) if is_cut else [(0, shape[0])]
     kind = getattr(torch, dtype)
     for start, stop in blocks:
         box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
-        make = partial(_from_hf, name, place, stored, start, stop, kind)
+        make = partial(_from_hf, name, place, stored, (start, stop), kind, odd)
         yield DeferredPiece(MODEL_PREFIX + name, shape, box, kind, make)
 
 
-def _from_hf(name: str, place: Place, stored: RawTensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows start .. stop of a tensor of ours."""
+def _from_hf(
+    name: str, place: Place, stored: RawTensor, rows: tuple[int, int], dtype: torch.dtype, odd: NotFinite
+) -> torch.Tensor:
+    """Rows of a tensor of ours, from the first one to before the last."""
     if place.hf.is_transposed:
-        return as_dtype(_columns(stored, place.start, place.stop).t(), dtype, name).contiguous()
-    if len(stored.shape) == 1:
-        return as_dtype(_rows(stored, place.start, place.stop), dtype, name)
-    return as_dtype(_rows(stored, start, stop), dtype, name)
+        found = _columns(stored, place.start, place.stop).t()
+    elif len(stored.shape) == 1:
+        found = _rows(stored, place.start, place.stop)
+    else:
+        found = _rows(stored, *rows)
+    return as_dtype(odd.show(found, place.hf.name), dtype, name).contiguous()
 
 
 def _columns(stored: RawTensor, start: int, stop: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.checkpoint.model_tensors import ModelSpec
-from hpc_train.config import ModelConfig
+from hpc_train.config import LARGEST_SIZE, ModelConfig
 from hpc_train.errors import CheckpointError
 
 FAMILIES = {"llama": "llama", "gpt2": "gpt"}
@@ -59,7 +59,7 @@ def read_hf_config(tree: Mapping[str, Any], where: str, ignore: Collection[str] 
         CheckpointError: another architecture, or options that our models do not have; all are named.
     """
     model_type = tree.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{where}: model_type is {model_type!r}. Models of the types {' and '.join(FAMILIES)} can be converted."
         )
@@ -157,8 +157,8 @@ def _read_llama(tree: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, A
         faults,
     )
     hidden, heads, head_dim = sizes["hidden_size"], sizes["num_attention_heads"], tree.get("head_dim")
-    if head_dim is not None and head_dim * heads != hidden:
-        faults.append(f"head_dim={head_dim}: computed is hidden_size/num_attention_heads = {hidden / heads:g}")
+    if head_dim is not None and (not isinstance(head_dim, int) or head_dim * heads != hidden):
+        faults.append(f"head_dim={head_dim!r}: computed is hidden_size/num_attention_heads = {hidden / heads:g}")
     values = {
         "family": "llama",
         "num_layers": sizes["num_hidden_layers"],
@@ -215,8 +215,9 @@ def _required(tree: Mapping[str, Any], keys: tuple[str, ...], faults: list[str])
     sizes = {}
     for key in keys:
         value = tree.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            faults.append(f"{key}={value!r}: a number above 0 is needed" if key in tree else f"{key} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+            wanted = f"a number above 0 is needed, of at most {LARGEST_SIZE}"
+            faults.append(f"{key}={value!r}: {wanted}" if key in tree else f"{key} is missing")
             value = 1
         sizes[key] = value
     return sizes

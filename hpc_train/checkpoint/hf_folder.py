@@ -17,6 +17,7 @@ import torch
 from hpc_train.checkpoint.local_store import flush_folder
 from hpc_train.checkpoint.model_tensors import ModelSpec
 from hpc_train.errors import CheckpointError
+from hpc_train.log import warn
 
 HF_CONFIG = "config.json"
 # Beside the weights in a Hugging Face folder: what a tokenizer and a generation are made of.
@@ -55,6 +56,26 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
     return converted
 
 
+class NotFinite:
+    """The tensors among those shown that hold NaN or infinity: they are converted as they are, and named."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def show(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The same tensor."""
+        if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+            self._names[name] = None
+        return tensor
+
+    def warn(self) -> None:
+        """One line, if there are any."""
+        if self._names:
+            first, *others = self._names
+            more = f", and so have {len(others)} more tensors" if others else ""
+            warn(f"{first} has values that are NaN or infinite{more}; they are converted as they are")
+
+
 def carry(source: Path, target: Path, names: Collection[str]) -> tuple[str, ...]:
     found = tuple(name for name in names if (source / name).is_file())
     for name in found:
@@ -81,8 +102,8 @@ def renamed_when_done(target: Path) -> Iterator[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a JSON object")

@@ -30,16 +30,13 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor in a file: type by torch's name, and where its bytes lie."""
+    """A tensor in a file, and where its bytes lie. dtype: by torch's name; one that is not read, by the file's code."""
 
     file: Path
     dtype: str
     shape: Shape
     start: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+    num_bytes: int
 
     def read(self, start: int, num_bytes: int) -> bytearray:
         """Bytes start .. start + num_bytes of this tensor."""
@@ -87,8 +84,28 @@ def read_folder(folder: Path) -> dict[str, RawTensor]:
     return found
 
 
+def require_types(tensors: Mapping[str, RawTensor]) -> None:
+    """Refuse tensors of types that are not read.
+
+    Raises:
+        CheckpointError: with the first one's name.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise CheckpointError(
+                f"{tensor.file}: {name} is stored as {tensor.dtype}. Read are {', '.join(_DTYPES)}: no quantised "
+                "weights."
+            )
+
+
 def read_header(path: Path) -> dict[str, RawTensor]:
-    """The tensors of one file, each within it and as long as its shape says."""
+    """The tensors of one file, which fill it without gaps, each as long as its shape says.
+
+    Their types may be others than those that are read: a file may hold constants that nobody needs.
+
+    Raises:
+        CheckpointError: it is no such file, or a damaged one.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -96,10 +113,14 @@ def read_header(path: Path) -> dict[str, RawTensor]:
             if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file, or is cut short within its header")
             header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path} cannot be read: its header is a {type(header).__name__}, not a JSON object")
         header.pop("__metadata__", None)
-        return {name: _raw_tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = {name: _raw_tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    _require_filled(path, found, 8 + length, size)
+    return found
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -184,26 +205,49 @@ def _write_file(path: Path, entries: Sequence[Entry]) -> None:
         os.fsync(file.fileno())
 
 
-def _raw_tensor(path: Path, name: str, entry: dict[str, Any], base: int, size: int) -> RawTensor:
-    if entry["dtype"] not in _DTYPES:
+def _raw_tensor(path: Path, name: str, entry: Any, base: int, size: int) -> RawTensor:
+    values = entry if isinstance(entry, dict) else {}
+    code, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise CheckpointError(
-            f"{path}: {name} is stored as {entry['dtype']}. Read are {', '.join(_DTYPES)}: no quantised weights."
+            f"{path} is damaged: its header says of {name} {str(entry)[:120]}; needed are dtype, shape and "
+            "data_offsets, in whole numbers of at least 0"
         )
-    begin, end = entry["data_offsets"]
-    tensor = RawTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), base + begin)
-    if begin < 0 or end - begin != tensor.num_bytes or base + end > size:
+    begin, end = offsets
+    dtype = _DTYPES.get(code, code)
+    tensor = RawTensor(path, dtype, tuple(shape), base + begin, end - begin)
+    needed = math.prod(tensor.shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else max(0, tensor.num_bytes)
+    if tensor.num_bytes != needed or base + end > size:
         raise CheckpointError(
-            f"{path} is damaged or cut short: {name} {list(tensor.shape)} needs {tensor.num_bytes} bytes, and its "
+            f"{path} is damaged or cut short: {name} {list(tensor.shape)} needs {needed} bytes, and its "
             f"place is {base + begin} to {base + end} of a file with {size}"
         )
     return tensor
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+
+
+def _require_filled(path: Path, tensors: Mapping[str, RawTensor], base: int, size: int) -> None:
+    """Each tensor begins where the one before it ends, and the last one ends with the file."""
+    end, before = base, "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != end:
+            what = "overlaps" if tensor.start < end else "leaves a gap behind"
+            raise CheckpointError(
+                f"{path} is damaged: {name} begins at byte {tensor.start} and {what} {before}, which ends at {end}"
+            )
+        end, before = end + tensor.num_bytes, name
+    if end != size:
+        raise CheckpointError(f"{path} is damaged: {size - end} bytes lie behind its last tensor, {before}")
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
         wrong = [file for file in weight_map.values() if Path(file).name != file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if wrong:
         raise CheckpointError(f"{path} names {wrong[0]!r}; files must lie in the same folder")

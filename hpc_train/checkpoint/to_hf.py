@@ -13,7 +13,16 @@ import torch
 from hpc_train.checkpoint import safetensors_files as files
 from hpc_train.checkpoint.find import HF_FOLDER
 from hpc_train.checkpoint.hf_config import require_hf_can_say, write_hf_config
-from hpc_train.checkpoint.hf_folder import CARRIED, HF_CONFIG, Converted, as_dtype, carry, read_json, renamed_when_done
+from hpc_train.checkpoint.hf_folder import (
+    CARRIED,
+    HF_CONFIG,
+    Converted,
+    NotFinite,
+    as_dtype,
+    carry,
+    read_json,
+    renamed_when_done,
+)
 from hpc_train.checkpoint.hf_names import HfTensor, hf_tensors
 from hpc_train.checkpoint.location import Location, local_copy
 from hpc_train.checkpoint.manifest import Manifest, read_manifest
@@ -36,7 +45,8 @@ def export_hf(
     require_hf_can_say(spec.model)
     manifest = read_manifest(checkpoint)
     require_model(checkpoint, manifest, spec)
-    entries = [_entry(checkpoint, manifest, hf, dtype) for hf in hf_tensors(spec).values()]
+    odd = NotFinite()
+    entries = [_entry(checkpoint, manifest, hf, dtype, odd) for hf in hf_tensors(spec).values()]
     num_bytes = sum(entry.num_bytes for entry in entries)
     require_free_bytes(target, num_bytes, "the model", CheckpointError)
     with local_copy(checkpoint / HF_FOLDER) as kept:
@@ -49,28 +59,33 @@ def export_hf(
             carried = carry(kept, temporary, CARRIED)
             if tokenizer is not None:
                 carried = tuple(sorted({*carried, *_carry_tokenizer(tokenizer, temporary)}))
+    odd.warn()
     count = sum(math.prod(entry.shape) for entry in entries)
     return Converted(target, "to Hugging Face", spec, count, num_bytes, tuple(dtypes), carried)
 
 
-def _entry(checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: str | None) -> Entry:
+def _entry(checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: str | None, odd: NotFinite) -> Entry:
     stored = [manifest.tensors[MODEL_PREFIX + part].dtype for part in hf.parts]
     # q, k and v that lie in one tensor there share its type: the widest, though ours are always alike.
     written = dtype or min(stored, key=STORED_TYPES.index)
-    return Entry(hf.name, written, hf.shape, partial(_hf_blocks, checkpoint, manifest, hf, getattr(torch, written)))
+    blocks = partial(_hf_blocks, checkpoint, manifest, hf, getattr(torch, written), odd)
+    return Entry(hf.name, written, hf.shape, blocks)
 
 
-def _hf_blocks(checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _hf_blocks(
+    checkpoint: Location, manifest: Manifest, hf: HfTensor, dtype: torch.dtype, odd: NotFinite
+) -> Iterator[memoryview]:
     """The bytes of a tensor as Hugging Face stores it."""
     names = [MODEL_PREFIX + part for part in hf.parts]
     if len(names) == 1 and not hf.is_transposed:
         for block in read_rows(checkpoint, names[0], manifest.tensors[names[0]]):
-            yield _raw(as_dtype(block, dtype, names[0]))
+            yield _raw(as_dtype(odd.show(block, names[0]), dtype, names[0]))
         return
     whole = torch.empty(hf.shape, dtype=dtype)
     column = 0
     for name in names:
-        part = as_dtype(read_whole(checkpoint, name, manifest.tensors[name]), dtype, name)
+        stored = odd.show(read_whole(checkpoint, name, manifest.tensors[name]), name)
+        part = as_dtype(stored, dtype, name)
         part = part.t() if hf.is_transposed else part
         whole[..., column : column + part.shape[-1]] = part
         column += part.shape[-1]

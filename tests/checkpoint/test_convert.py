@@ -151,6 +151,59 @@ def test_a_tied_head_that_is_stored_as_well_is_taken_only_if_it_is_the_embedding
         CheckpointError, match=r"lm_head\.weight is not equal to the embedding.*set tie_word_embeddings"
     ):
         convert(hf, tmp_path / "again")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].bfloat16()
+    save_file(tensors, hf / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is stored as bfloat16 and the embedding as float32"):
+        convert(hf, tmp_path / "again")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float64])
+def test_causal_masks_of_old_files_are_left_out_whatever_their_type(dtype, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    hf = make_hf_folder(tmp_path, "gpt")
+    tensors = load_file(hf / SINGLE_FILE)
+    mask = {f"transformer.h.{layer}.attn.bias": torch.ones(1, 1, 12, 12, dtype=dtype).tril() for layer in (0, 1)}
+    save_file({**tensors, **mask, "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}, hf / SINGLE_FILE)
+    convert(hf, tmp_path / "ours")
+    kept = stored_weights(tmp_path / "ours")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in stored_weights(tmp_path / "made-of").items())
+    save_file({**tensors, "transformer.ln_f.bias": torch.ones(16, dtype=dtype)}, hf / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"transformer\.ln_f\.bias is stored as .*: no quantised weights"):
+        convert(hf, tmp_path / "again")
+
+
+def test_numbers_that_are_none_are_converted_and_the_first_tensor_with_them_is_named(tmp_path, capsys):
+    tensors = weights(SPECS["gpt"])
+    tensors["layers.0.attention.k.weight"][2, 3] = float("nan")
+    tensors["layers.1.ffn.up.weight"][0, 1] = -float("inf")
+    write_checkpoint(tmp_path / "ours", SPECS["gpt"], tensors)
+    convert(tmp_path / "ours", tmp_path / "hf")
+    said = capsys.readouterr().err
+    assert said == (
+        "warning: model.layers.0.attention.k.weight has values that are NaN or infinite, and so have 1 more tensors; "
+        "they are converted as they are\n"
+    )
+    convert(tmp_path / "hf", tmp_path / "back", dtype="bf16")
+    assert "warning: transformer.h.0.attn.c_attn.weight has values" in capsys.readouterr().err
+    found = stored_weights(tmp_path / "back")
+    assert found["layers.0.attention.k.weight"][2, 3].isnan()
+    assert found["layers.1.ffn.up.weight"][0, 1].isneginf()
+    convert(make_hf_folder(tmp_path / "sound", "llama"), tmp_path / "other")
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_written_into_a_model_s_folder(tmp_path):
+    hf = make_hf_folder(tmp_path, "llama")
+    for target in (hf / "ours", hf / "deep/er/ours"):
+        with pytest.raises(ConfigError, match=r"lies inside the folder to convert, .*hf; give a place outside"):
+            convert(hf, target)
+    checkpoint = tmp_path / "made-of"
+    (tmp_path / "link").symlink_to(checkpoint)
+    for source, target in ((checkpoint, checkpoint / "hf"), (hf, tmp_path / "link/new"), (hf, checkpoint / "a/b")):
+        with pytest.raises(ConfigError, match=r"lies inside a checkpoint, .*made-of; give a place outside"):
+            convert(source, target)
+    assert not (hf / "deep").exists() and not (checkpoint / "a").exists()
 
 
 def _change_config(hf: Path, changes: dict[str, Any]) -> None:
@@ -168,6 +221,10 @@ _YARN = {"rope_type": "yarn", "factor": 2.0}
 _REFUSED = [
     ("llama", {"model_type": "mistral"}, ["model_type is 'mistral'", "llama and gpt2 can be converted"]),
     ("llama", {"model_type": _GONE}, ["model_type is None"]),
+    ("llama", {"model_type": ["llama"]}, ["model_type is ['llama']"]),
+    ("llama", {"vocab_size": 10**30}, ["a number above 0 is needed, of at most 2147483647"]),
+    ("llama", {"num_key_value_heads": 10**400}, ["num_kv_heads", "2147483647"]),
+    ("llama", {"head_dim": {}}, ["head_dim={}: computed is"]),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ["which is LlamaForCausalLM"]),
     ("llama", {"rope_scaling": _YARN}, ["rope_scaling={'rope_type': 'yarn'", "plain RoPE"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling=", "plain RoPE"]),
@@ -219,12 +276,18 @@ def test_an_unknown_key_is_taken_when_the_user_says_that_it_changes_nothing(tmp_
     assert json.loads((tmp_path / "back/config.json").read_text())["some_fork_version"] == "2.1"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize("text", ["{", "[]", "", "[" * 200_000, '{"a": ' + "9" * 5000 + "}"])
 def test_a_config_that_cannot_be_read_is_refused(text, tmp_path):
     hf = make_hf_folder(tmp_path, "llama")
     (hf / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         convert(hf, tmp_path / "ours")
+
+
+def test_a_byte_order_mark_before_a_config_is_passed_over(tmp_path):
+    hf = make_hf_folder(tmp_path, "llama")
+    (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
+    assert convert(hf, tmp_path / "ours").spec == SPECS["llama"]
 
 
 def test_a_truncated_file_is_refused(tmp_path):

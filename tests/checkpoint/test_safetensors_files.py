@@ -14,6 +14,7 @@ from hpc_train.checkpoint.safetensors_files import (
     Entry,
     read_folder,
     read_header,
+    require_types,
     split_shards,
     write_folder,
 )
@@ -85,13 +86,26 @@ def _header(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (_header(dtype="I8"), "a is stored as I8. Read are F32, BF16, F16: no quantised weights"),
         (_header(data_offsets=[0, 20]), "needs 16 bytes, and its place is"),
         (_header(data_offsets=[8, 24]), "damaged or cut short"),
-        (_header(data_offsets=[-16, 0]), "damaged or cut short"),
+        (_header(data_offsets=[-16, 0]), "in whole numbers of at least 0"),
+        (_header(data_offsets=[0.0, 16.0]), "in whole numbers of at least 0"),
+        (_header(data_offsets=[0, 16, 16]), "needed are dtype, shape and data_offsets"),
         (_header(shape=[5]), "needs 20 bytes"),
-        (_header(shape=None), "cannot be read: TypeError"),
-        ({"a": {"dtype": "F32"}}, "cannot be read: KeyError"),
+        (_header(shape=None), "its header says of a {'dtype': 'F32', 'shape': None"),
+        (_header(shape=[4.0]), "in whole numbers of at least 0"),
+        (_header(shape=[-2, -2]), "in whole numbers of at least 0"),
+        (_header(dtype=["F32"]), "needed are dtype"),
+        ({"a": {"dtype": "F32"}}, "needed are dtype, shape and data_offsets"),
+        ({"a": 3}, "its header says of a 3"),
+        (_header(shape=[2], data_offsets=[0, 8]), "damaged: 8 bytes lie behind its last tensor, a"),
+        ({}, "damaged: 16 bytes lie behind its last tensor, the header"),
+        (_header(shape=[2], data_offsets=[8, 16]), "a begins at byte "),
+        (_header(shape=[2], data_offsets=[8, 16]), "and leaves a gap behind the header, which ends at "),
+        ({**_header(), "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}, "and overlaps a, which ends at "),
+        ({**_header(), "b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "and overlaps a, which ends at "),
+        (_header(dtype="I8", data_offsets=[16, 0]), "damaged or cut short"),
+        (b"[" * 200_000 + b"]" * 200_000, "cannot be read: RecursionError"),
         ([1], "cannot be read"),
         (b"{", "cannot be read: JSONDecodeError"),
         (b"\xff\xfe", "cannot be read"),
@@ -102,6 +116,14 @@ def test_a_header_that_does_not_fit_is_refused(header, message, tmp_path):
     with pytest.raises(CheckpointError) as refused:
         read_header(tmp_path / "x.safetensors")
     assert message in str(refused.value)
+
+
+def test_a_type_that_is_not_read_is_refused_only_where_it_is_needed(tmp_path):
+    _write(tmp_path / "x.safetensors", {"a": {"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}})
+    found = read_header(tmp_path / "x.safetensors")
+    assert (found["a"].dtype, found["a"].num_bytes) == ("I8", 16)
+    with pytest.raises(CheckpointError, match=r"a is stored as I8\. Read are F32, BF16, F16: no quantised weights"):
+        require_types(found)
 
 
 @pytest.mark.parametrize("data", [b"", b"1234", (1 << 62).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{}"])
