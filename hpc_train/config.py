@@ -440,7 +440,7 @@ def _read_source(source: str | Path) -> tuple[str, str]:
     if not path.is_file() and path.suffix == "" and (RECIPES / f"{source}.yaml").is_file():
         path = RECIPES / f"{source}.yaml"
     try:
-        return str(path), path.read_text(encoding="utf-8")
+        return str(path), path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"{source} is neither a file nor a recipe. Recipes: {', '.join(recipe_names()) or 'none'}."

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hpc_train.checkpoint.model_tensors import STORED_TYPES, Shape, few
 from hpc_train.errors import CheckpointError
@@ -225,7 +225,7 @@ def _raw_tensor(path: Path, name: str, entry: Any, base: int, size: int) -> RawT
     return tensor
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 from hpc_train.cluster.devices import gres_total, parse_gres
 from hpc_train.cluster.hostlist import expand_hostlist, hosts_of_setting
 from hpc_train.cluster.slurm import JobFacts
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import LaunchError
 
+# assumed: more GPUs than any job has.
+_MAX_GPUS = 10_000_000
 _DETAIL = re.compile(r"^\s*Nodes=(\S+)\s.*?\bGRES=(\S*)", re.MULTILINE)
 
 
@@ -111,7 +114,7 @@ def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
         num_tasks=num_tasks,
         cpus_per_node=cpus,
         # The count of all the job's GPUs says no more than that of this node where all have as many.
-        num_gpus=None if whole is not None and _request(job.num_gpus or "") == whole else job.num_gpus,
+        num_gpus=None if whole is not None and _request("SLURM_GPUS", job.num_gpus or "") == whole else job.num_gpus,
     )
 
 
@@ -189,13 +192,20 @@ def _spread(num_tasks: int, job: JobFacts, warnings: list[str]) -> tuple[int, ..
 
 def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
     if job.gpus_per_node is not None:
-        return (_request(job.gpus_per_node),) * job.num_nodes
+        per_node = _request("SLURM_GPUS_PER_NODE", job.gpus_per_node)
+        total = None if job.num_gpus is None else _request("SLURM_GPUS", job.num_gpus)
+        if total is not None and total != per_node * job.num_nodes:
+            warnings.append(
+                f"SLURM_GPUS={job.num_gpus}, but SLURM_GPUS_PER_NODE={job.gpus_per_node} on {job.num_nodes} nodes "
+                f"makes {per_node * job.num_nodes}. The latter is used; ask for GPUs by one of the two."
+            )
+        return (per_node,) * job.num_nodes
     here = job.gpus_on_node
     if here is None and job.job_gpus is not None:
         here = len(job.job_gpus.split(","))
     if here is None:
         return (0,) * job.num_nodes
-    total = None if job.num_gpus is None else _request(job.num_gpus)
+    total = None if job.num_gpus is None else _request("SLURM_GPUS", job.num_gpus)
     if total is not None and total != here * job.num_nodes:
         if job.num_nodes == 1:
             return (here,)
@@ -207,6 +217,20 @@ def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
     return (here,) * job.num_nodes
 
 
-def _request(text: str) -> int:
-    """Count a GPU request as in --gpus-per-node: `4`, `a100:4`, `a100:2,h100:2`."""
-    return sum(int(part.rpartition(":")[2]) if part.rpartition(":")[2].isdecimal() else 1 for part in text.split(","))
+def _request(name: str, text: str) -> int:
+    """Count a GPU request as in --gpus-per-node: `4`, `a100:4`, `a100:2,h100:2`; a type alone is one GPU.
+
+    Raises:
+        LaunchError: what stands behind a type is no number.
+    """
+    counts = []
+    for part in text.split(","):
+        kind, colon, number = part.rpartition(":")
+        count = whole_number(number, 0, _MAX_GPUS) if colon or number.isdecimal() else 1
+        if count is None:
+            raise LaunchError(
+                f"{name}={text[:60]} is not a number of GPUs: {part[:60]!r} has {number[:60]!r} where a number up to "
+                f"{_MAX_GPUS} belongs, as in 4 or {kind[:20] or 'a100'}:4. Slurm sets it; remove what overwrites it."
+            )
+        counts.append(count)
+    return sum(counts)

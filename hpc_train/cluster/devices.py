@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import LaunchError
 
 AMD_REFUSAL = "hpc_train runs on NVIDIA GPUs (CUDA) and on CPUs; AMD GPUs are out of its scope"
@@ -72,7 +73,7 @@ def choose_device(
     if listed is None and (env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS")):
         return _choose_unlisted(env, local_id, tasks, count)
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
-    known_too_few = on_node.isdecimal() and int(on_node) < tasks
+    known_too_few = whole_number(on_node, 0, tasks - 1) is not None
     if count == 1 and tasks > 1 and not known_too_few:
         warning = (
             f"each of the {tasks} tasks of this node sees one GPU only, so they cannot reach each other's "
@@ -158,7 +159,7 @@ def _choose_unlisted(env: Mapping[str, str], local_id: int, tasks: int, count: i
     if len(owned) == count and count >= tasks:
         # Confined by cgroup: all that is visible is the job's, whatever its numbers on the node are.
         return DeviceChoice(local_id, "all visible")
-    if len(owned) < tasks or not all(item.isdecimal() and int(item) < count for item in owned):
+    if len(owned) < tasks or not all(whole_number(item, 0, count - 1) is not None for item in owned):
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES is not set inside a job, {name}={env[name]}, {count} GPUs are visible and "
             f"{tasks} tasks run here: which GPUs are this job's is not clear. Start with srun, which sets the list, "

@@ -18,20 +18,22 @@ class Block:
     line: int
 
 
-def fabric_of_blocks(blocks: Sequence[Block], sizes: Sequence[int] | None, source: str) -> Fabric:
+def fabric_of_blocks(blocks: Sequence[Block], sizes: Sequence[int] | None, source: str, sizes_line: int = 0) -> Fabric:
     """Take each block as a leaf set.
 
     BlockSizes counts nodes: the first is that of a block, the next those of groups of neighbouring blocks, in the
     order in which they are described. The second size makes the pods; without one, all blocks meet in one pod.
+    sizes_line: where they stand, 0 if nowhere.
 
     Raises:
         ConfigError: a block is described twice, a node is in two, or the sizes are not powers of two of the first.
     """
     sizes = list(sizes or ())
+    where = f"{source}, line {sizes_line}" if sizes_line else source
     for size in sizes[1:]:
         factor, rest = divmod(size, sizes[0])
         if rest or factor & (factor - 1) or size <= sizes[0]:
-            raise ConfigError(f"{source}: of BlockSizes={sizes}, {size} is not {sizes[0]} times a power of two")
+            raise ConfigError(f"{where}: of BlockSizes={sizes}, {size} is not {sizes[0]} times a power of two")
     blocks_of_pod = sizes[1] // sizes[0] if len(sizes) > 1 else len(blocks)
     nodes: dict[str, FabricNode] = {}
     line_of: dict[str, int] = {}

@@ -6,6 +6,7 @@ import random
 import re
 
 from hpc_train.cluster.fabric import Fabric, FabricNode
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import ConfigError
 
 CLOS_PREFIX = "clos:"
@@ -103,11 +104,11 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _number(settings: dict[str, str], name: str, text: str) -> int:
-    value = settings[name]
     # assumed: larger than any network that is built; it keeps a slip of the finger from filling the memory.
-    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= 1_000_000:
-        raise ConfigError(f"{text}: {name}={value} is not a whole number from 1 to 1000000")
-    return int(value)
+    found = whole_number(settings[name], 1, 1_000_000)
+    if found is None:
+        raise ConfigError(f"{text[:200]}: {name}={settings[name][:60]} is not a whole number from 1 to 1000000")
+    return found
 
 
 def _ratio(settings: dict[str, str], name: str, text: str) -> float:
@@ -128,8 +129,8 @@ def _names(count: int, settings: dict[str, str], text: str) -> list[str]:
         raise ConfigError(f"{text}: prefix={prefix} cannot begin the name of a node; give letters and digits, as in n")
     names = [f"{prefix}{index:0{len(str(count - 1))}d}" for index in range(count)]
     if "shuffle" in settings:
-        seed = settings["shuffle"]
-        if not (seed.isascii() and seed.isdecimal()):
-            raise ConfigError(f"{text}: shuffle={seed} is not a whole number")
-        random.Random(int(seed)).shuffle(names)
+        seed = whole_number(settings["shuffle"])
+        if seed is None:
+            raise ConfigError(f"{text[:200]}: shuffle={settings['shuffle'][:60]} is not a whole number")
+        random.Random(seed).shuffle(names)
     return names

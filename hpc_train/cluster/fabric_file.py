@@ -18,6 +18,12 @@ from hpc_train.errors import LaunchError
 FILE_VERSION = 1
 # assumed: no node has more network cards; it keeps a slip of the finger from filling the memory.
 MAX_RAILS = 64
+# assumed: likewise, of GPUs.
+MAX_GPUS = 1024
+# assumed: no leaf and no pod has more links up.
+_MAX_UPLINKS = 1_000_000
+# assumed: a thousand times the fastest links that are built.
+_MAX_LINK_BYTES_PER_S = 10**14
 _TOP = (
     "version", "source", "notes", "oversubscription", "link_bytes_per_s", "rail_nics", "num_gpus", "rail_of_gpu",
     "pods", "nodes",
@@ -78,7 +84,10 @@ def read_fabric_file(text: str, source: str) -> Fabric:
         core_oversubscription=ratios["core"],
         leaf_uplinks=draft.leaf_uplinks,
         pod_uplinks=draft.pod_uplinks,
-        link_bytes_per_s={tier: _number(file, ("link_bytes_per_s", tier), speeds[tier], least=1) for tier in speeds},
+        link_bytes_per_s={
+            tier: _number(file, ("link_bytes_per_s", tier), value, 1, most=_MAX_LINK_BYTES_PER_S)
+            for tier, value in speeds.items()
+        },
         are_rails_known=all(node.rail_of_gpu is not None for node in nodes.values()),
         rail_nics=rail_nics,
         notes=tuple(str(note) for note in _list(file, ("notes",), top.get("notes", []))),
@@ -91,7 +100,7 @@ def _read_pod(file: YamlFile, pod: str, draft: _Draft) -> None:
     if "core" in entry:
         draft.core_of_pod[pod] = str(entry["core"])
     if "uplinks" in entry:
-        draft.pod_uplinks[pod] = _number(file, (*path, "uplinks"), entry["uplinks"])
+        draft.pod_uplinks[pod] = _number(file, (*path, "uplinks"), entry["uplinks"], most=_MAX_UPLINKS)
     for leaf in _mapping(file, (*path, "leaves")):
         place = (*path, "leaves", leaf)
         if leaf in draft.pod_of_leaf:
@@ -109,7 +118,7 @@ def _read_leaf(file: YamlFile, place: Path, leaf: str, draft: _Draft) -> None:
         if "uplinks" in values:
             if leaf in draft.leaf_uplinks:
                 raise file.refuse((*here, "uplinks"), f"the uplinks of {leaf} are given already")
-            draft.leaf_uplinks[leaf] = _number(file, (*here, "uplinks"), values["uplinks"])
+            draft.leaf_uplinks[leaf] = _number(file, (*here, "uplinks"), values["uplinks"], most=_MAX_UPLINKS)
         rail = _number(file, (*here, "rail"), values["rail"], most=MAX_RAILS - 1) if "rail" in values else None
         listed = values["nodes"]
         nodes = draft.expanded.get(listed) if isinstance(listed, str) else None
@@ -138,7 +147,7 @@ def _hang(file: YamlFile, place: Path, nodes: Iterable[str], leaf: str, rail: in
 
 def _nodes(file: YamlFile, top: Mapping[str, Any], draft: _Draft, num_nics: int) -> dict[str, FabricNode]:
     num_rails = max([num_nics, *(max(rails) + 1 for rails in draft.rails.values())])
-    gpus = _number(file, ("num_gpus",), top["num_gpus"], least=1) if "num_gpus" in top else None
+    gpus = _number(file, ("num_gpus",), top["num_gpus"], 1, most=MAX_GPUS) if "num_gpus" in top else None
     common = (gpus, _rails_of_gpus(file, ("rail_of_gpu",), top.get("rail_of_gpu"), gpus))
     shared: dict[tuple[Any, ...], tuple[str | None, ...]] = {}
     found: dict[str, FabricNode] = {}
@@ -163,7 +172,7 @@ def _node(
     gpus, rails = common
     detail, path = draft.details.get(name, ({}, ()))
     if "num_gpus" in detail:
-        gpus = _number(file, (*path, "num_gpus"), detail["num_gpus"], least=1)
+        gpus = _number(file, (*path, "num_gpus"), detail["num_gpus"], 1, most=MAX_GPUS)
     if "rail_of_gpu" in detail:
         rails = _rails_of_gpus(file, (*path, "rail_of_gpu"), detail["rail_of_gpu"], gpus)
     if rails is not None and gpus is not None and len(rails) != gpus:
@@ -186,7 +195,7 @@ def _node(
 def _rails_of_gpus(file: YamlFile, path: Path, value: Any, gpus: int | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    rails = tuple(_number(file, path, rail) for rail in _list(file, path, value))
+    rails = tuple(_number(file, path, rail, most=MAX_RAILS - 1) for rail in _list(file, path, value))
     if not rails or (gpus is not None and len(rails) != gpus):
         raise file.refuse(path, f"{len(rails)} rails are given for {gpus or 'no'} GPUs; give one for each GPU")
     return rails
@@ -223,10 +232,9 @@ def _list(file: YamlFile, path: Path, value: Any) -> list[Any]:
     return value
 
 
-def _number(file: YamlFile, path: Path, value: Any, least: int = 0, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise file.refuse(path, f"{value!r} is not a whole number {wanted}")
+def _number(file: YamlFile, path: Path, value: Any, least: int = 0, *, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise file.refuse(path, f"{value!r} is not a whole number from {least} to {most}")
     return value
 
 

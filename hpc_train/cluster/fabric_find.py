@@ -17,6 +17,7 @@ from hpc_train.cluster.fabric_node import NodeReport
 from hpc_train.cluster.fabric_read import read_fabric
 from hpc_train.cluster.fabric_slurm import read_slurm_lines
 from hpc_train.cluster.fabric_topology_yaml import read_topology_yaml
+from hpc_train.cluster.text_file import read_text_file
 from hpc_train.errors import ConfigError, LaunchError
 
 SCONTROL = "scontrol show topology"
@@ -147,10 +148,7 @@ def _from_configuration(env: Mapping[str, str], named: str | None) -> Fabric | N
     folders = [Path(env["SLURM_CONF"]).parent] if env.get("SLURM_CONF") else list(_CONF_FOLDERS)
     for path in (folder / name for folder in folders for name in ("topology.yaml", "topology.conf")):
         if path.is_file():
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from None
+            text = read_text_file(path)
             if path.suffix == ".yaml":
                 return read_topology_yaml(text, str(path), named)
             return read_slurm_lines(text, str(path))

@@ -10,8 +10,9 @@ from functools import cache
 from typing import NamedTuple
 
 from hpc_train.cluster.fabric import Fabric, FabricNode
-from hpc_train.cluster.fabric_tree import pods_and_cores
+from hpc_train.cluster.fabric_tree import MAX_TIERS, pods_and_cores
 from hpc_train.cluster.hostlist import natural_order
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import ConfigError
 
 # cited: InfiniBand Architecture Specification volume 2, data rate of one lane in Gb/s after encoding.
@@ -19,6 +20,8 @@ _LANE_GBPS = {
     "SDR": 2.0, "DDR": 4.0, "QDR": 8.0, "FDR10": 10.0, "FDR": 13.64, "EDR": 25.0, "HDR": 50.0, "NDR": 100.0,
     "XDR": 200.0,
 }  # fmt: skip
+# cited: the same volume 1: links of 1, 2, 4, 8 and 12 lanes.
+_MAX_WIDTH = 12
 _SPEED = re.compile(r"([0-9]+)x([A-Z]+[0-9]*)")
 _SWITCH = re.compile(r'Switch\s+[0-9]+\s+"(S-[0-9a-fA-F]+)"\s+#\s+"(.*)"')
 _ADAPTER = re.compile(r'(?:Ca|Rt)\s+[0-9]+\s+"([HR]-[0-9a-fA-F]+)"')
@@ -117,9 +120,13 @@ def _parse(text: str, source: str) -> _Seen:
             if match is None:
                 raise _refuse(source, number, f"this is not a port of a switch: {line[:80]!r}")
             other, told, speed = match.groups()
+            try:
+                gbps = _gbps(speed)
+            except ValueError as error:
+                raise _refuse(source, number, str(error)) from None
             if other not in wanted:
                 wanted[other] = number
-            links.append(Link(switch, other, told, _gbps(speed), number))
+            links.append(Link(switch, other, told, gbps, number))
         elif not first or first == "#":
             continue
         elif line.startswith("Switch"):
@@ -211,6 +218,12 @@ def _tiers(
             for other, line in neighbours[name].items():
                 if other not in tier:
                     tier[other] = tier[name] + 1
+                    if tier[other] >= MAX_TIERS:
+                        raise _refuse(
+                            source,
+                            line,
+                            f"{other} is more than {MAX_TIERS - 1} links away from the nodes; no network is",
+                        )
                     above.append(other)
                 elif tier[other] == tier[name]:
                     raise _refuse(
@@ -293,7 +306,12 @@ def _usual(speeds: Iterable[float | None]) -> float:
 @cache
 def _gbps(text: str | None) -> float | None:
     match = _SPEED.fullmatch(text or "")
-    return None if match is None or match[2] not in _LANE_GBPS else int(match[1]) * _LANE_GBPS[match[2]]
+    if match is None:
+        return None
+    width = whole_number(match[1], 1, _MAX_WIDTH)
+    if width is None:
+        raise ValueError(f"a link of the width {match[1][:40]} is none; links have 1 to {_MAX_WIDTH} lanes")
+    return width * _LANE_GBPS[match[2]] if match[2] in _LANE_GBPS else None
 
 
 def _refuse(source: str, number: int, why: str) -> ConfigError:

@@ -10,6 +10,7 @@ from hpc_train.cluster.fabric_file import read_fabric_file
 from hpc_train.cluster.fabric_infiniband import read_ibnetdiscover
 from hpc_train.cluster.fabric_slurm import read_slurm_lines
 from hpc_train.cluster.fabric_topology_yaml import read_topology_yaml
+from hpc_train.cluster.text_file import read_text_file
 from hpc_train.errors import ConfigError
 
 _INFINIBAND = re.compile(r"^(Switch|Ca)\s+[0-9]+\s+\"[SH]-", re.MULTILINE)
@@ -26,10 +27,7 @@ def read_fabric(name: str) -> Fabric:
         ConfigError: it cannot be read, is of no such form, or its topology is flat.
     """
     path, _, topology = name.partition("#")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the fabric's source {path} cannot be read: {error}") from None
+    text = read_text_file(Path(path), "the fabric's source ")
     if topology and not _TOPOLOGY_YAML.search(text):
         raise ConfigError(f"{path} is no topology.yaml, so there is no topology {topology!r} in it; leave #... out")
     if _TOPOLOGY_YAML.search(text):

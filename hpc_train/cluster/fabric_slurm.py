@@ -9,6 +9,7 @@ from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.fabric_block import Block, fabric_of_blocks
 from hpc_train.cluster.fabric_tree import Switch, fabric_of_tree
 from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import ConfigError, LaunchError
 
 _KEYS = {
@@ -38,6 +39,7 @@ def read_slurm_lines(text: str, source: str) -> Fabric:
     switches: list[Switch] = []
     blocks: list[Block] = []
     sizes: tuple[int, ...] | None = None
+    sizes_line = 0
     block_size: int | None = None
     has_speed = False
     for number, line in _logical_lines(text):
@@ -52,15 +54,15 @@ def read_slurm_lines(text: str, source: str) -> Fabric:
             nodes = _hosts(values, "Nodes", source, number) if "Nodes" in values else ()
             blocks += [Block(name, nodes, number) for name in names]
         elif kind == "BlockSizes":
-            sizes = _sizes(values[kind], source, number)
+            sizes, sizes_line = _sizes(values[kind], source, number), number
         elif kind == "AggregatedBlock" and block_size is not None:
             # scontrol tells the sizes by the groups of blocks that it lists.
             size = _number(values, "BlockSize", source, number) if "BlockSize" in values else 0
-            sizes = tuple(sorted({*(sizes or (block_size,)), size} - {0}))
+            sizes, sizes_line = tuple(sorted({*(sizes or (block_size,)), size} - {0})), number
     if switches and blocks:
         raise ConfigError(f"{source}, line {blocks[0].line}: blocks and switches are mixed; Slurm knows one of the two")
     if blocks:
-        return fabric_of_blocks(blocks, sizes, source)
+        return fabric_of_blocks(blocks, sizes, source, sizes_line)
     if not switches:
         raise ConfigError(f"{source}: it describes no switch and no block")
     notes = ["LinkSpeed has no unit in Slurm, so the speeds of links are not taken from it"] if has_speed else []
@@ -114,27 +116,29 @@ def _switches(values: dict[str, str], source: str, number: int) -> list[Switch]:
     children = _hosts(values, "Switches", source, number) if "Switches" in values else ()
     # scontrol repeats the nodes of the lower switches on the upper ones, and shows the level that tells them apart.
     is_upper = bool(children) and "Level" in values
-    nodes = _hosts(values, "Nodes", source, number) if "Nodes" in values and not is_upper else ()
+    nodes = _hosts(values, "Nodes", source, number) if "Nodes" in values else ()
     if len(names) > 1 and (nodes or children):
         raise ConfigError(
             f"{source}, line {number}: {values['SwitchName']} are {len(names)} switches with the same below them; "
             "give each a line of its own"
         )
-    return [Switch(name, nodes, children, number) for name in names]
+    own, repeated = ((), nodes) if is_upper else (nodes, ())
+    return [Switch(name, own, children, number, repeated) for name in names]
 
 
 def _sizes(text: str, source: str, number: int) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{source}, line {number}: BlockSizes={text} is not a list of whole numbers")
-    return tuple(int(part) for part in parts)
+    sizes = [whole_number(part, 1) for part in text.split(",")]
+    known = tuple(size for size in sizes if size is not None)
+    if len(known) < len(sizes):
+        raise ConfigError(f"{source}, line {number}: BlockSizes={text[:60]} is not a list of whole numbers from 1 on")
+    return known
 
 
 def _number(values: dict[str, str], name: str, source: str, number: int) -> int:
-    text = values[name]
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{source}, line {number}: {name}={text} is not a whole number")
-    return int(text)
+    found = whole_number(values[name])
+    if found is None:
+        raise ConfigError(f"{source}, line {number}: {name}={values[name][:60]} is not a whole number")
+    return found
 
 
 def _hosts(values: dict[str, str], name: str, source: str, number: int) -> tuple[str, ...]:

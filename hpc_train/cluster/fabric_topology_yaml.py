@@ -31,7 +31,7 @@ def read_topology_yaml(text: str, source: str, name: str | None = None) -> Fabri
     default: int | None = None
     for index, _ in enumerate(file.tree):
         entry = _entry(file, (index,), ("topology", "cluster_default", *_KINDS), ("topology",))
-        its_name = str(entry["topology"])
+        its_name = _name(file, (index, "topology"))
         if its_name in names:
             raise file.refuse((index,), f"the topology {its_name} is described twice")
         names[its_name] = index
@@ -69,7 +69,7 @@ def _switches(file: YamlFile, path: Path) -> list[Switch]:
         place = (*path, "switches", index)
         entry = _entry(file, place, ("switch", "children", "nodes"), ("switch",))
         children, nodes = (_hosts(file, (*place, key)) if key in entry else () for key in ("children", "nodes"))
-        found.append(Switch(str(entry["switch"]), nodes, children, file.lines[place]))
+        found.append(Switch(_name(file, (*place, "switch")), nodes, children, file.lines[place]))
     return found
 
 
@@ -83,8 +83,8 @@ def _blocks(file: YamlFile, path: Path, source: str) -> Fabric:
         place = (*path, "blocks", index)
         entry = _entry(file, place, ("block", "nodes"), ("block",))
         nodes = _hosts(file, (*place, "nodes")) if "nodes" in entry else ()
-        found.append(Block(str(entry["block"]), nodes, file.lines[place]))
-    return fabric_of_blocks(found, sizes, source)
+        found.append(Block(_name(file, (*place, "block")), nodes, file.lines[place]))
+    return fabric_of_blocks(found, sizes, source, file.lines[(*path, "block_sizes")])
 
 
 def _at(file: YamlFile, path: Path) -> Any:
@@ -114,9 +114,19 @@ def _list(file: YamlFile, path: Path) -> list[Any]:
     return value
 
 
-def _hosts(file: YamlFile, path: Path) -> tuple[str, ...]:
+def _name(file: YamlFile, path: Path) -> str:
+    """A text: `yes`, 001 and the like are something else to YAML, and what was written is lost."""
     value = _at(file, path)
+    if not isinstance(value, str) or not value:
+        found = f"{type(value).__name__} {value!r}"[:60] if value not in (None, "") else "nothing"
+        raise file.refuse(
+            path, f"expected a name or a host list, in quotes where YAML has another meaning, found {found}"
+        )
+    return value
+
+
+def _hosts(file: YamlFile, path: Path) -> tuple[str, ...]:
     try:
-        return expand_hostlist(str(value))
+        return expand_hostlist(_name(file, path))
     except LaunchError as error:
         raise file.refuse(path, str(error)) from None

@@ -9,23 +9,30 @@ from dataclasses import dataclass
 from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.errors import ConfigError
 
+MAX_TIERS = 64
+"""Switches one below the other, at most. assumed: networks have a few tiers, and what looks at them may recurse."""
+
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch as a source describes it: nodes below it, or other switches. line: where, 0 if it
-    has none."""
+    """A switch as a source describes it: nodes below it, or other switches. line: where, 0 if it has none.
+
+    repeated: nodes of the switches below it, where the source lists them once more.
+    """
 
     name: str
     nodes: tuple[str, ...]
     children: tuple[str, ...]
     line: int
+    repeated: tuple[str, ...] = ()
 
 
 def fabric_of_tree(switches: Sequence[Switch], source: str, notes: Sequence[str] = ()) -> Fabric:
     """Take each switch with nodes as a leaf set, and what is above as spines and core.
 
     Raises:
-        ConfigError: a switch is described twice, unknown or below itself, or a node is below two leaves.
+        ConfigError: a switch is described twice, unknown or below itself, a node is below two leaves, or is said to be
+            below a switch and hangs on none of its leaves.
     """
     by_name: dict[str, Switch] = {}
     for switch in switches:
@@ -37,12 +44,13 @@ def fabric_of_tree(switches: Sequence[Switch], source: str, notes: Sequence[str]
         for child in switch.children:
             if child not in by_name:
                 raise _refuse(source, switch, f"{switch.name} has the switch {child} below it, which is not described")
-    _refuse_loops(by_name, source)
+    _refuse_loops_and_depths(by_name, source)
     parents: dict[str, list[str]] = defaultdict(list)
     for switch in switches:
         for child in switch.children:
             parents[child].append(switch.name)
     nodes = _nodes(switches, source)
+    _refuse_strangers(by_name, source)
     leaves = [switch.name for switch in switches if switch.nodes]
     if not leaves:
         raise ConfigError(f"{source}: no switch has nodes below it")
@@ -148,24 +156,53 @@ def _nodes(switches: Iterable[Switch], source: str) -> dict[str, FabricNode]:
     return found
 
 
-def _refuse_loops(by_name: Mapping[str, Switch], source: str) -> None:
+def _refuse_loops_and_depths(by_name: Mapping[str, Switch], source: str) -> None:
     """Walk down from every switch; one that is met again on its own way closes a loop."""
-    done: set[str] = set()
+    # By switch, how many are one below the other from it down.
+    done: dict[str, int] = {}
     for start in by_name:
         way = [(start, iter(by_name[start].children))] if start not in done else []
         while way:
             name, children = way[-1]
             child = next(children, None)
             if child is None:
-                done.add(name)
+                done[name] = 1 + max((done[below] for below in by_name[name].children), default=0)
+                if done[name] > MAX_TIERS:
+                    raise _too_deep(by_name[name], source)
                 way.pop()
                 continue
+            if len(way) > MAX_TIERS:
+                raise _too_deep(by_name[way[0][0]], source)
             names = [step for step, _ in way]
             if child in names:
                 loop = " -> ".join([*names[names.index(child) :], child])
                 raise _refuse(source, by_name[name], f"the switches go in a loop, each below the one before: {loop}")
             if child not in done:
                 way.append((child, iter(by_name[child].children)))
+
+
+def _refuse_strangers(by_name: Mapping[str, Switch], source: str) -> None:
+    """Compare the nodes that a source repeats on an upper switch with those of the leaves below it."""
+    below: dict[str, frozenset[str]] = {}
+
+    def nodes_below(name: str) -> frozenset[str]:
+        if name not in below:
+            switch = by_name[name]
+            below[name] = frozenset(switch.nodes).union(*map(nodes_below, switch.children))
+        return below[name]
+
+    for switch in by_name.values():
+        found = nodes_below(switch.name) if switch.repeated else frozenset()
+        strange = [name for name in switch.repeated if name not in found]
+        if strange:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            why = f"{switch.name} has {strange[0]}{more} below it, but none of the leaves below {switch.name} has"
+            raise _refuse(source, switch, why)
+
+
+def _too_deep(switch: Switch, source: str) -> ConfigError:
+    why = f"below {switch.name} are more than {MAX_TIERS - 1} switches, each below the one before"
+    return _refuse(source, switch, f"{why}; networks have a few tiers")
 
 
 def _shape_notes(

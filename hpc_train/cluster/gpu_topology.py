@@ -51,8 +51,11 @@ def parse_topo_matrix(text: str, source: str = "nvidia-smi topo -m") -> GpuTopol
             continue
         for index in (*gpu_columns, *nic_columns):
             word = cells[index] if index < len(cells) else ""
-            if word != "X" and word not in _NEAREST_FIRST and not _NVLINK.fullmatch(word):
-                raise ConfigError(f"{source}, line {number}: {word!r} below {columns[index]} is no kind of connection")
+            between_gpus = index in gpu_columns and (word == "X" or _NVLINK.fullmatch(word))
+            if word not in _NEAREST_FIRST and not between_gpus:
+                raise ConfigError(
+                    f"{source}, line {number}: {word!r} below {columns[index]} is no kind of connection there"
+                )
         rows[cells[0]] = cells
     gpus = [columns[index] for index in gpu_columns]
     if sorted(rows) != sorted(gpus):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import ConfigError, LaunchError
 
 # cited: MAX_RANGE of Slurm 22.05; `scontrol show hostnames n[1-65537]` is rejected.
@@ -80,13 +81,14 @@ def parse_tasks_per_node(text: str, num_nodes: int) -> tuple[int, ...]:
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
-        repeat = int(match.group(2) or 1) if match else 0
-        if match is None or int(match.group(1)) < 1 or not 1 <= repeat <= MAX_RANGE:
+        count = whole_number(match.group(1), 1) if match else None
+        repeat = whole_number(match.group(2) or "1", 1, MAX_RANGE) if match else None
+        if count is None or repeat is None:
             raise LaunchError(
-                f"The count list {text!r} cannot be read at {item!r}. "
+                f"The count list {text[:200]!r} cannot be read at {item[:60]!r}. "
                 "Expected counts such as 4 or 4(x2), separated by commas, none of them zero."
             )
-        counts.extend([int(match.group(1))] * repeat)
+        counts.extend([count] * repeat)
     if len(counts) != num_nodes:
         raise LaunchError(
             f"The count list {text!r} speaks of {len(counts)} nodes, but {num_nodes} take part. "

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts
 from hpc_train.cluster.slurm import StepFacts, is_pseudo_step, read_job, read_step
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import LaunchError
 
 ELASTIC_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -264,9 +265,10 @@ def _found_outside_steps(env: Mapping[str, str], process: ProcessFacts) -> Found
 
 def _whole(env: Mapping[str, str], name: str) -> int:
     text = env[name]
-    if not (text.isascii() and text.isdecimal()):
-        raise LaunchError(f"{name}={text!r} is not a whole number. A launcher sets it: unset it, or set a number.")
-    return int(text)
+    found = whole_number(text)
+    if found is None:
+        raise LaunchError(f"{name}={text[:60]!r} is not a whole number. A launcher sets it: unset it, or set a number.")
+    return found
 
 
 def _half(missing: str, present: str, env: Mapping[str, str]) -> LaunchError:

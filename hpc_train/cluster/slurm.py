@@ -7,11 +7,14 @@ SLURM_STEP_* and the per-task variables only, and a job from SLURM_JOB_*.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_train.cluster.hostlist import expand_hostlist, parse_tasks_per_node
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts
+from hpc_train.cluster.whole_number import whole_number
 from hpc_train.errors import LaunchError
 
 # cited: slurm.h. Pseudo steps: interactive (salloc's shell on a compute node), batch, extern, pending.
@@ -35,6 +38,8 @@ _STEP_DETAILS = (
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_TASKS_PER_NODE",
 )
+# The last form but one is that of an array's task, the last that of a component of a heterogeneous job.
+_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?", re.ASCII)
 JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
 
@@ -115,8 +120,14 @@ def read_job(env: Mapping[str, str], process: ProcessFacts = UNKNOWN_PROCESS) ->
             "(`srun --jobid=JOB --overlap ...`), or unset all SLURM_* variables to run without Slurm."
         )
     _refuse_heterogeneous(env)
-    job_id = env["SLURM_JOB_ID"]
+    job_id = _job_id(env)
     nodes = expand_hostlist(env["SLURM_JOB_NODELIST"])
+    twice = [node for node, count in Counter(nodes).items() if count > 1]
+    if twice:
+        raise LaunchError(
+            f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST'][:200]} names {', '.join(twice[:4])} more than once, which "
+            "Slurm never does. Remove what overwrites it in the script or the shell's start-up files."
+        )
     num_nodes = _optional_int(env, "SLURM_JOB_NUM_NODES", least=1)
     if num_nodes is not None and num_nodes != len(nodes):
         raise LaunchError(
@@ -178,7 +189,7 @@ def read_step(env: Mapping[str, str], process: ProcessFacts = UNKNOWN_PROCESS) -
 def is_pseudo_step(env: Mapping[str, str]) -> bool:
     """Say whether SLURM_STEP_ID stands for salloc's interactive shell or a batch script, not srun's tasks."""
     step_id = env.get("SLURM_STEP_ID", "")
-    return step_id.isdecimal() and int(step_id) >= FIRST_PSEUDO_STEP
+    return whole_number(step_id, FIRST_PSEUDO_STEP) is not None
 
 
 def _in_step(env: Mapping[str, str], process: ProcessFacts) -> bool:
@@ -192,7 +203,7 @@ def _in_step(env: Mapping[str, str], process: ProcessFacts) -> bool:
     name = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
     if process.held_by is not None:
         job_id, _, step_id = process.held_by.partition(".")
-        is_srun_step = step_id.isdecimal() and int(step_id) < FIRST_PSEUDO_STEP
+        is_srun_step = whole_number(step_id, 0, FIRST_PSEUDO_STEP - 1) is not None
         # A missing variable cannot disagree; two that are there must both be this step's.
         return (
             is_srun_step
@@ -236,7 +247,7 @@ def _parse_step(env: Mapping[str, str]) -> StepFacts:
     if num_nodes != len(nodes):
         raise _contradiction(env, "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", f"names {len(nodes)} nodes")
     return StepFacts(
-        job_id=env["SLURM_JOB_ID"],
+        job_id=_job_id(env),
         step_id=_int(env, "SLURM_STEP_ID"),
         rank=_int(env, "SLURM_PROCID"),
         local_id=_int(env, "SLURM_LOCALID"),
@@ -282,6 +293,16 @@ def _check_step(env: Mapping[str, str], step: StepFacts) -> None:
         raise _contradiction(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "does not hold all of the step's nodes")
 
 
+def _job_id(env: Mapping[str, str]) -> str:
+    job_id = env["SLURM_JOB_ID"]
+    if not _JOB_ID.fullmatch(job_id):
+        raise LaunchError(
+            f"SLURM_JOB_ID={job_id[:60]!r} is not the number of a job. Slurm sets it; remove what overwrites it in the "
+            "script or the shell's start-up files."
+        )
+    return job_id
+
+
 def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
     het_size = _optional_int(env, "SLURM_HET_SIZE") or 1
     if het_size > 1:
@@ -313,12 +334,13 @@ def _optional_int(env: Mapping[str, str], name: str, least: int = 0) -> int | No
     text = env.get(name)
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+    found = whole_number(text, least)
+    if found is None:
         raise LaunchError(
-            f"{name}={text!r} is not a whole number of at least {least}. Slurm sets it; "
+            f"{name}={text[:60]!r} is not a whole number of at least {least}. Slurm sets it; "
             "remove what overwrites it in the script or the shell's start-up files."
         )
-    return int(text)
+    return found
 
 
 def _contradiction(env: Mapping[str, str], name: str, other: str, what: str) -> LaunchError:

@@ -8,9 +8,16 @@ from typing import Any
 
 import yaml
 
+from hpc_train.cluster.whole_number import LARGEST
 from hpc_train.errors import ConfigError
 
 Path = tuple[str | int, ...]
+
+# assumed: no file of facts is nested deeper; an alias inside of what it names has no end.
+_MAX_DEPTH = 64
+# assumed: a file in which aliases stand for more values than this for each of its characters is a slip or an attack.
+_VALUES_A_CHARACTER = 100
+_TOO_DEEP = f"values are nested more than {_MAX_DEPTH} deep, or an alias stands inside of what it names"
 
 
 @dataclass(frozen=True)
@@ -33,28 +40,41 @@ def load_yaml_lines(text: str, source: str) -> YamlFile:
     """Read YAML and remember where each value stands.
 
     Raises:
-        ConfigError: not YAML, a key given twice, or a key that is no plain word.
+        ConfigError: not YAML, a key given twice, a key that is no plain word, or a number, date or nesting beyond all
+            bounds.
     """
+    before, nul, _ = text.partition("\0")
+    if nul:
+        line = before.count("\n") + 1
+        raise ConfigError(f"{source}, line {line}: not valid YAML: a NUL byte, which no text has")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         root = loader.get_single_node()
         lines: dict[Path, int] = {}
-        tree = None if root is None else _value(loader, root, (), lines, source)
+        tree = None if root is None else _value(loader, root, (), lines, (source, _VALUES_A_CHARACTER * len(text)))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
         raise ConfigError(f"{source}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: {_TOO_DEEP}") from None
     finally:
         loader.dispose()
     return YamlFile(tree, lines, source)
 
 
-def _value(loader: Any, node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> Any:
-    lines[path] = node.start_mark.line + 1
+def _value(loader: Any, node: yaml.Node, path: Path, lines: dict[Path, int], file: tuple[str, int]) -> Any:
+    """file: its name, and how many values it may have."""
+    source, most = file
+    line = lines[path] = node.start_mark.line + 1
+    if len(path) > _MAX_DEPTH:
+        raise ConfigError(f"{source}, line {line}: {_TOO_DEEP}")
+    if len(lines) > most:
+        raise ConfigError(f"{source}, line {line}: aliases stand for more than {most} values; write out what is meant")
     if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, item, (*path, index), lines, source) for index, item in enumerate(node.value)]
+        return [_value(loader, item, (*path, index), lines, file) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
+        return _scalar(loader, node, f"{source}, line {line}")
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -64,6 +84,18 @@ def _value(loader: Any, node: yaml.Node, path: Path, lines: dict[Path, int], sou
         key = key_node.value
         if key in found:
             raise ConfigError(f"{source}, line {line}: the key {key!r} is given twice")
-        found[key] = _value(loader, value_node, (*path, key), lines, source)
+        found[key] = _value(loader, value_node, (*path, key), lines, file)
         lines[(*path, key)] = line
     return found
+
+
+def _scalar(loader: Any, node: yaml.Node, where: str) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    try:
+        value = loader.construct_object(node)
+    except (ValueError, OverflowError) as error:
+        told = f"{str(node.value)[:40]!r} looks like {kind} and is none: {str(error).partition(':')[0]}"
+        raise ConfigError(f"{where}: {told}. If it is a name, write it in quotes") from None
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ConfigError(f"{where}: {str(node.value)[:40]!r} is beyond all numbers that are read here")
+    return value

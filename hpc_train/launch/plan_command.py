@@ -24,6 +24,7 @@ from hpc_train.launch.driver import find_job
 from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.plan_batch import LengthsOf, batch_command, write_page
 from hpc_train.plan.batch_of_run import check_hdp
+from hpc_train.plan.mesh import MAX_RANKS
 from hpc_train.plan.page import page_html
 from hpc_train.plan.places import natural_key
 from hpc_train.plan.report import report_plan
@@ -114,6 +115,8 @@ def _chosen_nodes(options: Namespace, config: Config, fabric: Fabric | None, exc
                 "nothing says for which nodes to plan: this is not inside a Slurm job, and no fabric is known. Give "
                 "-N NODES or --nodelist LIST, with --ntasks-per-node RANKS, or --fabric SOURCE"
             )
+        if number > MAX_RANKS:
+            raise ConfigError(f"{number} nodes are more than the {MAX_RANKS} ranks that are planned for; give fewer")
         return [f"node{index + 1}" for index in range(number)]
     names = sorted((name for name in fabric.nodes if name not in excluded), key=natural_key)
     number = options.num_nodes

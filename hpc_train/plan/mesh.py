@@ -15,6 +15,10 @@ AXES = ("pp", "dp", "cp", "tp")
 """Axis names, outermost first; the last one varies fastest."""
 
 
+MAX_RANKS = 2**20
+"""assumed: more than any machine has GPUs; it keeps a slip of the finger from filling the memory."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Degrees of the four axes; their product is the world size."""
@@ -50,6 +54,11 @@ class Mesh:
             ConfigError: the degrees do not fill the world, with each factor, the remainder and the nearest
                 choices that would.
         """
+        if world_size > MAX_RANKS:
+            raise ConfigError(
+                f"a world of {world_size} ranks is more than the {MAX_RANKS} that are planned for; give fewer nodes or "
+                "ranks per node"
+            )
         if world_size < 1:
             raise ConfigError(f"a world of {world_size} ranks cannot be filled; give at least 1 rank")
         mesh = Mesh(pp=pp, dp=1 if dp is None else dp, cp=cp, tp=tp)

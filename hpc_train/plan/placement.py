@@ -14,7 +14,7 @@ from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.choose import choose_seats
 from hpc_train.plan.mesh import AXES, Mesh
 from hpc_train.plan.nesting import fill_order, whole_axes
-from hpc_train.plan.seats import Seats, find_edges, find_seats
+from hpc_train.plan.seats import Seats, find_edges, find_seats, too_few_seats
 from hpc_train.plan.traffic import busiest, byte_hops_milli, route
 
 SLURM_ORDER = "slurm"
@@ -90,7 +90,7 @@ def _placed(
         notes = [] if order == SLURM_ORDER else [f"no fabric is known, so ranks are in Slurm's order, not in {order}"]
         torn = np.count_nonzero(~_is_whole(by_slurm, fabric))
         if torn:
-            notes.append(f"{torn} of {mesh.world_size // mesh.tp} tp groups are spread over several nodes")
+            raise ConfigError(_torn(mesh, allocation, fabric, exclude, int(torn)))
         return replace(by_slurm, notes=tuple(notes))
     seats = find_seats(mesh, allocation, fabric, exclude)
     if axes is not None:
@@ -105,6 +105,21 @@ def _placed(
         note = "Slurm's order is left alone: nothing was found that sends less over the switches"
         planned.insert(0, replace(by_slurm, order=order, notes=(*seats.notes, note)))
     return min(planned, key=lambda placement: _key(placement, fabric, traffic))
+
+
+def _torn(mesh: Mesh, allocation: Allocation, fabric: Fabric | None, exclude: Collection[str], num_torn: int) -> str:
+    """What to say of tp groups that Slurm's order spreads over several nodes."""
+    kept = [at for at, node in enumerate(allocation.nodes) if node not in exclude]
+    counts = [allocation.tasks_per_node[at] for at in kept]
+    num_seats = sum(count // mesh.tp for count in counts)
+    if num_seats < mesh.world_size // mesh.tp:
+        unknown = "" if fabric is not None else " No fabric is known, so no NVLink domain is; fabric.source names one."
+        return too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, num_seats) + unknown
+    return (
+        f"in Slurm's order {num_torn} of {mesh.world_size // mesh.tp} tp groups are spread over several nodes, and a "
+        "tp group stays inside one node, or one NVLink domain. Use fabric.order=auto with a fabric, or a tp that "
+        "divides the ranks of every node"
+    )
 
 
 def _by_axes(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:

@@ -101,7 +101,7 @@ def find_seats(mesh: Mesh, allocation: Allocation, fabric: Fabric, exclude: Coll
     seat_node, seat_gpu = _cut_into_seats(places, counts, mesh.tp)
     num_blocks = mesh.world_size // mesh.tp
     if len(seat_node) < num_blocks:
-        raise ConfigError(_too_few(mesh, [allocation.nodes[at] for at in kept], counts, len(seat_node)))
+        raise ConfigError(too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, len(seat_node)))
     group = _groups_of_nodes(places)
     order = _order_of_switches(fabric, places, group, seat_node[:, 0])
     seat_node, seat_gpu = seat_node[order], seat_gpu[order]
@@ -137,7 +137,8 @@ def _cut_into_seats(places: Places, counts: Sequence[int], tp: int) -> tuple[np.
     return np.concatenate(nodes).astype(np.int32), np.concatenate(slots).astype(np.int32)
 
 
-def _too_few(mesh: Mesh, nodes: Sequence[str], counts: Sequence[int], num_seats: int) -> str:
+def too_few_seats(mesh: Mesh, nodes: Sequence[str], counts: Sequence[int], num_seats: int) -> str:
+    """What to say where the nodes hold fewer tp groups than a mesh has."""
     largest = max(counts, default=0)
     fits = [str(degree) for degree in range(1, largest + 1) if all(count % degree == 0 for count in counts)]
     if mesh.tp > largest:

@@ -149,6 +149,27 @@ def test_gpus_asked_for_in_all_are_not_guessed_for_other_nodes() -> None:
     assert allocation_from_job(facts, gpus_per_node=real).tasks_per_node == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gpus_per_node": "a100:four"}, "SLURM_GPUS_PER_NODE=a100:four is not a number of GPUs: .* as in 4 or a100:4"),
+        ({"gpus_per_node": "a100:2,h100:"}, "'h100:' has ''"),
+        ({"gpus_per_node": "9" * 5000}, "is not a number of GPUs"),
+        ({"gpus_on_node": 2, "num_gpus": "a100:x"}, "SLURM_GPUS=a100:x is not a number of GPUs"),
+    ],
+)
+def test_a_request_for_gpus_that_is_no_number_is_refused(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        allocation_from_job(plain_job(**changes), num_tasks=4)
+
+
+def test_gpus_a_node_that_do_not_add_up_to_the_job_s_are_told() -> None:
+    found = allocation_from_job(plain_job(gpus_per_node="a100:2", num_gpus="3"), num_tasks=8)
+    assert found.gpus_per_node == (2,) * 4
+    assert "SLURM_GPUS=3, but SLURM_GPUS_PER_NODE=a100:2 on 4 nodes makes 8" in found.warnings[0]
+    assert allocation_from_job(plain_job(gpus_per_node="a100:2", num_gpus="8"), num_tasks=8).warnings == ()
+
+
 def test_idle_gpus_are_told() -> None:
     found = allocation_from_job(plain_job(gpus_per_node="8"), num_tasks=16)
     assert "n1 (4 ranks, 8 GPUs)" in found.warnings[0]

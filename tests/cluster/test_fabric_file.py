@@ -98,6 +98,21 @@ def test_what_is_written_is_read_back(fabric: Fabric) -> None:
         ("    leaves:\n      l0", "    leaves: {}\n    x:\n      l0", 9, "x: unknown key"),
         ("  west:", "  east:", 11, "the key 'east' is given twice"),
         ("pods:", "pods: [", 7, "not valid YAML"),
+        ('"n3"', "2024-13-45", 10, "'2024-13-45' looks like timestamp and is none"),
+        ("num_gpus: 2", "num_gpus: 0b_", 4, "'0b_' looks like int and is none"),
+        ("num_gpus: 2", "num_gpus: " + "9" * 5000, 4, "looks like int and is none"),
+        ("num_gpus: 2", "num_gpus: 0x" + "f" * 5000, 4, "beyond all numbers that are read here"),
+        ("num_gpus: 2", "num_gpus: 3221225472", 4, "from 1 to 1024"),
+        ("uplinks: 32", "uplinks: 3221225472", 9, "from 0 to 1000000"),
+        ("uplinks: 64", "uplinks: 3221225472", 13, "from 0 to 1000000"),
+        ("[1, 0]", "[0, 3000000000]", 19, "3000000000 is not a whole number from 0 to 63"),
+        ("num_gpus: 2", "link_bytes_per_s: {leaf: " + "9" * 400 + "}", 4, "beyond all numbers"),
+        ("num_gpus: 2", "link_bytes_per_s: {leaf: 999999999999999999}", 4, "from 1 to 100000000000000"),
+        ("num_gpus: 2", "notes: &a [*a]", 4, "an alias stands inside of what it names"),
+        ("pods:", "pods: &a\n  p: *a\nx:", 5, "an alias stands inside of what it names"),
+        ("num_gpus: 2", "notes: " + "[" * 3000 + "]" * 3000, 4, "exceeded maximum nesting depth"),
+        ("num_gpus: 2", "notes: " + "[" * 90 + "]" * 90, 4, "nested more than 64 deep"),
+        ("  east:", "  e\0st:", 6, "a NUL byte"),
     ],
 )
 def test_faults_are_told_with_their_line(old: str, new: str, line: int, words: str) -> None:
@@ -106,6 +121,12 @@ def test_faults_are_told_with_their_line(old: str, new: str, line: int, words: s
         read(TEXT.replace(old, new, 1))
     assert words in str(caught.value)
     assert f"fabric.yaml, line {line}:" in str(caught.value)
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory() -> None:
+    more = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+    with pytest.raises(ConfigError, match=r"fabric.yaml, line \d+: aliases stand for more than \d+ values"):
+        read("version: 1\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + more + "pods: {}\n")
 
 
 def test_a_fabric_without_nodes_and_a_link_that_no_card_has_are_refused() -> None:

@@ -61,7 +61,7 @@ def test_a_source_that_cannot_be_used_is_told_and_passed_over(env: dict[str, str
     leaf, notes = leaf_of_a(env, reports("t.x.a"))
     assert leaf == "s1"
     assert "SLURM_TOPOLOGY_ADDR cannot be used: b gave no answer" in notes
-    scontrol_says(tmp_path, SCONTROL.replace("Nodes=a\n", "Nodes=c\n"))
+    scontrol_says(tmp_path, SCONTROL.replace("Nodes=a", "Nodes=c"))
     leaf, notes = leaf_of_a(env)
     assert leaf is None
     assert "a of the job's 2 nodes is not in the fabric of scontrol show topology" in notes
@@ -136,3 +136,22 @@ def test_files_of_all_forms_are_told_apart_and_merged(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             read_sources(f"{tmp_path}/{name}")
     assert len(read_sources("clos:pods=2,nodes=4").nodes) == 8
+    for number in ("9" * 5000, "0", "1000001"):
+        with pytest.raises(ConfigError, match="is not a whole number from 1 to 1000000"):
+            read_sources(f"clos:pods=2,nodes={number}")
+
+
+def test_a_byte_order_mark_is_passed_over_and_other_encodings_are_told_with_their_line(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    ours = "version: 1\nnum_gpus: 2\npods: {p: {leaves: {l: {nodes: 'a,b,d'}}}}\n"
+    for name, text in (("ours.yaml", ours), ("topology.conf", CONF), ("t.yaml", "- topology: f\n  flat: true\n")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert "a" in read_sources(f"{tmp_path}/ours.yaml").nodes
+    assert "a" in read_sources(f"{tmp_path}/topology.conf").nodes
+    with pytest.raises(ConfigError, match="this topology is flat"):
+        read_sources(f"{tmp_path}/t.yaml")
+    (tmp_path / "latin.conf").write_bytes(CONF.encode() + b"# caf\xe9\n")
+    line = CONF.count("\n") + 1
+    with pytest.raises(ConfigError, match=rf"latin\.conf, line {line}: not UTF-8: the byte 0xe9"):
+        read_sources(f"{tmp_path}/latin.conf")

@@ -134,9 +134,7 @@ def test_damaged_outputs_are_refused(three_tier_text: str, change: object, words
     assert words in str(caught.value)
 
 
-def test_speeds_and_trunks_of_a_real_printout_count() -> None:
-    """As newer switches print it: equal descriptions, several links between two switches, a link that is slower."""
-    text = """\
+PRINTOUT = """\
 Switch\t64 "S-01"\t\t# "MF0;sw:MQM9700/U1" enhanced port 0 lid 1 lmc 0
 [1]\t"H-11"[1](11) \t\t# "a mlx5_0" lid 5 4xNDR
 [2]\t"H-12"[1](12) \t\t# "b.site mlx5_0" lid 6 4xNDR
@@ -158,7 +156,11 @@ Ca\t1 "H-11"\t\t# "a mlx5_0"
 Ca\t1 "H-12"\t\t# "b.site mlx5_0"
 Ca\t1 "H-13"\t\t# "c mlx5_0"
 """
-    fabric = read_ibnetdiscover(text, "ib", nodes=["a", "b", "c", "d"])
+
+
+def test_speeds_and_trunks_of_a_real_printout_count() -> None:
+    """As newer switches print it: equal descriptions, several links between two switches, a link that is slower."""
+    fabric = read_ibnetdiscover(PRINTOUT, "ib", nodes=["a", "b", "c", "d"])
     assert fabric.pod_of_leaf == {"MF0;sw:MQM9700/U1": "Quantum S-03", "Quantum S-02": "Quantum S-03"}
     assert fabric.leaf_uplinks == {"MF0;sw:MQM9700/U1": 2, "Quantum S-02": 1}
     assert fabric.nodes["b"].leaves == ("MF0;sw:MQM9700/U1",)
@@ -166,3 +168,20 @@ Ca\t1 "H-13"\t\t# "c mlx5_0"
     # Three cards of 400 Gb/s over links of 400, 200 and 400.
     assert fabric.spine_oversubscription == 1.2
     assert "1 nodes, such as d, have no card in the fabric" in fabric.notes
+
+
+@pytest.mark.parametrize("speed", ["0xNDR", "9" * 5000 + "xNDR", "13xNDR"])
+def test_a_link_of_no_width_is_refused(speed: str) -> None:
+    with pytest.raises(ConfigError, match=r"ib, line 2: a link of the width [0-9]+ is none"):
+        read_ibnetdiscover(PRINTOUT.replace("4xNDR", speed, 1), "ib")
+
+
+def test_switches_one_above_the_other_have_an_end() -> None:
+    lines = ['Switch 2 "S-00" # "s0"', '[1] "H-11"[1](11) # "a mlx5_0" lid 5 4xNDR', 'Ca 1 "H-11" # "a mlx5_0"']
+    for index in range(1, 100):
+        ends = [(1, f"S-{index - 1:02}")] + ([(2, f"S-{index + 1:02}")] if index < 99 else [])
+        lines.append(f'Switch 2 "S-{index:02}" # "s{index}"')
+        lines += [f'[{port}] "{other}"[1] # "x" lid 3 4xNDR' for port, other in ends]
+    lines.insert(2, '[2] "S-01"[1] # "x" lid 3 4xNDR')
+    with pytest.raises(ConfigError, match=r"line \d+: s64 is more than 63 links away from the nodes"):
+        read_ibnetdiscover("\n".join(lines), "ib")

@@ -55,6 +55,15 @@ def test_sysfs_tells_where_nvidia_smi_fails_and_the_failure_is_told(tmp_path: Pa
     assert report_node({**ENV, "PATH": str(tmp_path / "none")}, sys_root).nics == ("mlx5_0", "mlx5_1")
 
 
+@pytest.mark.parametrize("word", ["X", "NV4"])
+def test_a_strange_word_between_a_gpu_and_a_card_is_told_and_sysfs_asked(
+    word: str, tmp_path: Path, sys_root: str
+) -> None:
+    report = report_node(smi(tmp_path, matrix([["SYS", word], ["PIX", "SYS"]])), sys_root)
+    assert report.nics == ("mlx5_0", "mlx5_1")
+    assert f"line 2: '{word}' below NIC1" in report.notes[0]
+
+
 def test_a_matrix_of_fewer_gpus_than_the_node_has_is_not_taken_for_the_node_s(tmp_path: Path, sys_root: str) -> None:
     report = report_node(smi(tmp_path, matrix([["SYS", "PIX"]])), sys_root)
     assert (report.num_gpus, report.nics) == (2, ("mlx5_0", "mlx5_1"))

@@ -52,6 +52,26 @@ def test_what_scontrol_repeats_on_upper_switches_is_not_taken_for_a_second_leaf(
     assert fabric.notes == ()
 
 
+def test_nodes_that_scontrol_repeats_on_a_switch_have_to_hang_on_a_leaf_below_it() -> None:
+    wrong = SCONTROL_TREE.replace("Level=1 LinkSpeed=1 Nodes=n[1-4]", "Level=1 LinkSpeed=1 Nodes=n[1-9]")
+    with pytest.raises(ConfigError, match=r"line 3: agg1 has n5 and 4 more below it, but none of the leaves below"):
+        read_slurm_lines(wrong, "scontrol")
+    other = SCONTROL_TREE + "SwitchName=leaf3 Level=0 Nodes=n5\nSwitchName=agg2 Level=1 Nodes=n[4-5] Switches=leaf3\n"
+    with pytest.raises(ConfigError, match="line 6: agg2 has n4 below it"):
+        read_slurm_lines(other, "scontrol")
+
+
+@pytest.mark.parametrize("is_top_first", [False, True])
+def test_switches_one_below_the_other_have_an_end(is_top_first: bool) -> None:
+    def chain(length: int) -> str:
+        lines = ["SwitchName=s0 Nodes=n[1-2]\n", *(f"SwitchName=s{i} Switches=s{i - 1}\n" for i in range(1, length))]
+        return "".join(reversed(lines) if is_top_first else lines)
+
+    assert read_slurm_lines(chain(64), "topology.conf").nodes["n1"].leaves == ("s0",)
+    with pytest.raises(ConfigError, match=r"line \d+: below s\d+ are more than 63 switches"):
+        read_slurm_lines(chain(3000), "topology.conf")
+
+
 def test_several_roots_and_leaves_without_a_switch_above_are_told() -> None:
     text = "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=top Switches=b\nSwitchName=empty\n"
     fabric = read_slurm_lines(text, "topology.conf")
@@ -112,6 +132,9 @@ def test_blocks_and_the_groups_that_scontrol_lists() -> None:
         ("BlockName=b Nodes=n1\nBlockName=c Nodes=n1\n", 2, "n1 is in c and, on line 1, in b"),
         ("BlockName=b Nodes=n1\nBlockName=b Nodes=n2\n", 2, "b is described twice"),
         ("BlockSizes=4,x\n", 1, "is not a list of whole numbers"),
+        (f"BlockSizes={'9' * 5000}\n", 1, "is not a list of whole numbers"),
+        (f"SwitchName=a Nodes=n1 LinkSpeed={'9' * 5000}\n", 1, "LinkSpeed=9+ is not a whole number"),
+        ("BlockName=b Nodes=n1\nBlockSizes=4,12\n", 2, "12 is not 4 times a power of two"),
         ("Include other.conf\n", 1, "expected NAME=VALUE"),
     ],
 )
@@ -125,7 +148,6 @@ def test_faults_are_told_with_their_line(text: str, line: int, words: str) -> No
     [
         ("# nothing\n", "no switch and no block"),
         ("SwitchName=a\nSwitchName=b Switches=a\n", "no switch has nodes"),
-        ("BlockName=b Nodes=n1\nBlockSizes=4,12\n", "12 is not 4 times a power of two"),
     ],
 )
 def test_files_that_tell_nothing_are_refused(text: str, words: str) -> None:

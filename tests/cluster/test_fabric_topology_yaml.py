@@ -75,6 +75,14 @@ def test_which_topology_is_meant_has_to_be_clear() -> None:
         ("flat: true", "flat: false", "plain", 25, "one of tree, block and flat; found none"),
         ("topology: tree1", "topology: tree1", "doughnut", 28, "kind torus3d cannot be used"),
         ("    switches:", "    switchs:", None, 5, "switchs: unknown key"),
+        ("nodes: node[01-02]", "nodes:", None, 9, "expected a name or a host list"),
+        ("nodes: node[01-02]", "nodes: yes", None, 9, "found bool True"),
+        ("nodes: node[01-02]", "nodes: 001", None, 9, "found int 1"),
+        ("switch: s1", "switch:", None, 8, "found nothing"),
+        ("switch: s1", "switch: [s1]", None, 8, "found list ['s1']"),
+        ("block: b2", "block: no", "racks", 21, "found bool False"),
+        ("topology: plain", "topology: 2024-02-03", None, 25, "found date"),
+        ("      - 4\n", "      - 6\n", "racks", 15, "6 is not 2 times a power of two"),
     ],
 )
 def test_faults_are_told_with_their_line(old: str, new: str, name: str | None, line: int, words: str) -> None:

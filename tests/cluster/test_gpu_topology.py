@@ -72,6 +72,8 @@ def test_no_cards_is_an_answer_and_no_matrix_is_none() -> None:
     [
         (" PIX ", " NEAR ", "line 2: 'NEAR' below NIC0"),
         ("GPU1\tNV18", "GPU7\tNV18", "the columns are GPU0, GPU1, the rows GPU0, GPU7"),
+        (" PIX ", " X ", "line 2: 'X' below NIC0 is no kind of connection there"),
+        (" PIX ", " NV4 ", "line 2: 'NV4' below NIC0 is no kind of connection there"),
         ("NIC0: mlx5_0", "", "does not say which device NIC0 is"),
         ("GPU1\tNV18\t X \t PIX ", "GPU1\tNV18", "line 3: '0-47,96-143' below GPU1"),
     ],

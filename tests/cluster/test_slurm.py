@@ -115,6 +115,8 @@ def test_without_any_variable_there_is_no_job_and_no_step() -> None:
         ({"SLURM_STEPID": "2"}, "another step"),
         ({"SLURM_GTIDS": "0,1"}, "SLURM_GTIDS"),
         ({"SLURM_PROCID": "two"}, "whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "9" * 5000}, "whole number"),
+        ({"SLURM_JOB_ID": "7; rm"}, "not the number of a job"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
     ],
 )
@@ -131,6 +133,28 @@ def test_a_heterogeneous_job_is_refused() -> None:
 def test_a_job_whose_node_count_and_list_differ_is_refused() -> None:
     with pytest.raises(LaunchError, match="names 2 nodes"):
         read_job({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "3"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"SLURM_JOB_NODELIST": "n1,n[1-2]"}, "names n1 more than once"),
+        ({"SLURM_JOB_ID": "7; rm"}, "SLURM_JOB_ID='7; rm' is not the number of a job"),
+        ({"SLURM_JOB_ID": "9" * 5000}, "is not the number of a job"),
+        ({"SLURM_NTASKS": "9" * 5000}, "SLURM_NTASKS='9+' is not a whole number"),
+        ({"SLURM_TASKS_PER_NODE": "9" * 5000}, "SLURM_TASKS_PER_NODE: The count list '9+' cannot be read"),
+        ({"SLURM_TASKS_PER_NODE": "2(x" + "9" * 5000 + ")"}, "SLURM_TASKS_PER_NODE: The count list .* cannot be read"),
+    ],
+)
+def test_a_job_whose_variables_make_no_sense_is_refused(changes: dict[str, str], named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        read_job({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", **changes})
+
+
+@pytest.mark.parametrize("job_id", ["7", "12_3", "12+1"])
+def test_the_forms_of_a_job_s_number_are_taken(job_id: str) -> None:
+    job = read_job({"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "n1"})
+    assert job is not None and job.job_id == job_id
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,16 @@ def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None
         (["-N", "2", "--fabric", CLOS, "--groups"], "--groups has no effect without --json"),
         (["-N", "2", "--fabric", CLOS, "--ntasks-per-node", "9"], "more than the 8 GPUs"),
         (["-N", "2", "--fabric", CLOS, "parallel.tp=16", "parallel.pp=1", "model.num_heads=16"], "tp=16"),
+        (
+            ["--nodelist", "n[1-2]", "--ntasks-per-node", "2", "parallel.pp=1", "model.num_heads=4"],
+            "tp=4 does not fit into a node: the largest of the 2 nodes has 2 ranks",
+        ),
+        (
+            ["-N", "2", "--ntasks-per-node", "2", "--order", "slurm", "parallel.pp=1", "model.num_heads=4"],
+            "tp=4 does not fit into a node",
+        ),
+        (["-N", "1000000000", "--ntasks-per-node", "8"], "1000000000 nodes are more than the 1048576 ranks"),
+        (["--nodelist", "n[1-2]", "--ntasks-per-node", "500000000"], "a world of 1000000000 ranks is more than"),
         (["-N", "2", "--fabric", CLOS, "parallel.dp=3"], "do not fill"),
         # Neither 7 layers' worth of stages nor tp=7 of 4 heads is advised.
         (["-N", "7", "--ntasks-per-node", "2", "--fabric", CLOS, *FOUR_HEADS], "with 14 ranks use tp=1, or pp=1 or 7."),

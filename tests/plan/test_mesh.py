@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
-from hpc_train.plan.mesh import AXES, Mesh
+from hpc_train.plan.mesh import AXES, MAX_RANKS, Mesh
 
 degrees = st.integers(min_value=1, max_value=5)
 meshes = st.builds(Mesh, pp=degrees, dp=degrees, cp=degrees, tp=degrees)
@@ -85,3 +85,10 @@ def test_ranks_and_axes_outside_the_mesh_are_refused() -> None:
         mesh.rank_of(tp=2)
     with pytest.raises(ValueError, match="'ep' is not an axis"):
         mesh.groups("ep")
+
+
+def test_a_world_beyond_all_machines_is_refused_before_it_fills_the_memory() -> None:
+    assert Mesh.fill(MAX_RANKS).dp == MAX_RANKS
+    for asked in ({}, {"tp": 7}, {"dp": 3}):
+        with pytest.raises(ConfigError, match="a world of 1000000000 ranks is more than the 1048576"):
+            Mesh.fill(10**9, **asked)

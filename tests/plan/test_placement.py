@@ -178,8 +178,21 @@ def test_without_a_fabric_it_is_slurm_s_order_and_said() -> None:
     assert (found.nodes, found.order) == (("b", "a"), "slurm")
     assert any("no fabric is known" in note for note in found.notes)
     assert not any("tp groups" in note for note in found.notes)
-    torn = place(Mesh(pp=1, dp=2, cp=1, tp=3), make_allocation(["b", "a"], [4, 2]), None, TRAFFIC)
-    assert "1 of 2 tp groups are spread over several nodes" in torn.notes
+
+
+@pytest.mark.parametrize("order", ["auto", "slurm"])
+def test_a_tp_group_that_does_not_fit_into_a_node_is_refused_without_a_fabric_too(order: str) -> None:
+    with pytest.raises(ConfigError, match=r"tp=4 does not fit into a node.*has 2 ranks.*Use tp=1 or 2.*No fabric is"):
+        place(Mesh(pp=1, dp=1, cp=1, tp=4), make_allocation(["n1", "n2"], 2), None, TRAFFIC, order)
+    with pytest.raises(ConfigError, match=r"2 tp groups of 3.*hold 1.*b \(4\), a \(2\)"):
+        place(Mesh(pp=1, dp=2, cp=1, tp=3), make_allocation(["b", "a"], [4, 2]), None, TRAFFIC, order)
+
+
+def test_slurm_s_order_is_refused_where_it_spreads_a_tp_group_that_another_order_would_not() -> None:
+    mesh, uneven = Mesh(pp=1, dp=2, cp=1, tp=2), make_allocation(["n0", "n1", "n2"], [1, 2, 2])
+    with pytest.raises(ConfigError, match=r"in Slurm's order 2 of 2 tp groups .* Use fabric\.order=auto"):
+        place(mesh, uneven, make_fabric([[3]]), TRAFFIC, "slurm")
+    assert place(mesh, uneven, make_fabric([[3]]), TRAFFIC).nodes == ("n1", "n2")
 
 
 @pytest.mark.parametrize("order", ["tp,dp", "dp,tp,pp", "tp,tp,pp,dp", "tp,ep,dp,pp", "fast"])
