@@ -13,7 +13,7 @@ from hpc_train.errors import ConfigError
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """A mapping from YAML text; a key given twice or anything but a mapping is refused."""
     try:
-        tree = yaml.load(text, Loader=_UniqueKeyLoader)
+        tree = _load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
@@ -21,12 +21,30 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     return tree
 
 
+def _load(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except RecursionError:
+        raise yaml.YAMLError("values are nested without end, or nearly so") from None
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key given twice, and reads 3e-4 as a number (YAML 1.1, which PyYAML follows, calls it text)."""
+    """Refuses a key given twice, tells the line of a date or number that is none, and reads 3e-4 as a number (YAML 1.1,
+    which PyYAML follows, calls it text).
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:
+            why = f"{str(node.value)[:40]!r} is no value: {str(error).partition(':')[0]}"
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key has to be a word", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -54,7 +72,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not separator or not all(parts):
         raise ConfigError(f"{override!r} is not an override; write key.sub=value, for example train.steps=100")
     try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from None
     here: Any = tree

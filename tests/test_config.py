@@ -48,6 +48,7 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("train.steps.more=1", "which is a value"),
         ("data.train.5.weight=1", "not an index"),
         ("train.steps={", "not valid YAML"),
+        ("train.steps=2024-02-31", "not valid YAML: '2024-02-31' is no value"),
     ],
 )
 def test_a_wrong_override_is_refused_and_named(override, message):
@@ -88,7 +89,17 @@ def test_a_setting_without_effect_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n", "expected a mapping"), ("a: 1\na: 2\n", "given twice"), ("a: [", "not valid YAML"), ("", "NoneType")],
+    [
+        ("- a\n", "expected a mapping"),
+        ("a: 1\na: 2\n", "given twice"),
+        ("a: [", "not valid YAML"),
+        ("", "NoneType"),
+        ("a: 1\nb: 2024-13-45\n", "'2024-13-45' is no value: month must be in 1..12\n.*line 2"),
+        ("a: 0b_\n", "'0b_' is no value"),
+        (f"a: {'9' * 5000}\n", "is no value: Exceeds the limit"),
+        ("a: 1\n? [b]\n: 2\n", "a key has to be a word\n.*line 2"),
+        (f"a: {'[' * 3000}{']' * 3000}\n", "nested without end"),
+    ],
 )
 def test_a_broken_file_is_refused_with_its_name(tmp_path, text, message):
     path = tmp_path / "c.yaml"
@@ -96,6 +107,11 @@ def test_a_broken_file_is_refused_with_its_name(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(path)
     assert "c.yaml" in str(caught.value)
+
+
+def test_a_byte_order_mark_before_a_file_is_passed_over(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbf" + dump_yaml(load_config("tiny")).encode())
+    assert load_config(tmp_path / "a.yaml") == load_config("tiny")
 
 
 def test_an_unknown_recipe_lists_the_known_ones():
