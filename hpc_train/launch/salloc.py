@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,8 +33,9 @@ def run_salloc(salloc: str, options: Sequence[str], command: Sequence[str], env:
     argv = ["salloc", *options, sys.executable, "-SEc", _START, mark, *command]
     try:
         sys.stdout.flush()
-        child = subprocess.Popen(argv, executable=salloc, env=scrubbed_for_submission(env))
-        with _passing_signals_to(child):
+        with _signals_passed_on() as pass_on_to:
+            child = subprocess.Popen(argv, executable=salloc, env=scrubbed_for_submission(env))
+            pass_on_to(child)
             code = child.wait()
         if code != 0 and os.path.exists(mark):
             raise LaunchError(
@@ -47,12 +48,28 @@ def run_salloc(salloc: str, options: Sequence[str], command: Sequence[str], env:
 
 
 @contextmanager
-def _passing_signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """TERM and HUP are for salloc, which gives the nodes back. Ctrl-C and Ctrl-\\ the terminal gives it itself."""
+def _signals_passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """TERM and HUP are for salloc, which gives the nodes back. Ctrl-C and Ctrl-\\ the terminal gives it itself.
+
+    Gives what is called with salloc's process; a signal that comes before is passed on then. Caught only behind
+    salloc's start, one in between would end this process and leave salloc waiting in the queue.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGHUP) or not os.isatty(0):
-            child.send_signal(number)
+            early.append(number)
+            if children:
+                send()
+
+    def send() -> None:
+        while early:
+            children[0].send_signal(early.pop(0))
+
+    def pass_on_to(child: subprocess.Popen[bytes]) -> None:
+        children.append(child)
+        send()
 
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     # What is ignored, as under nohup, stays so.
@@ -61,7 +78,7 @@ def _passing_signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
     for number in changed:
         signal.signal(number, pass_on)
     try:
-        yield
+        yield pass_on_to
     finally:
         for number in changed:
             signal.signal(number, before[number])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.slurm import read_job
+from hpc_train.launch.salloc import _signals_passed_on
 from hpc_train.launch.shell import salloc_options
 from hpc_train.launch.shell_start import greeting
 from tests.launch.configs import write_config
@@ -125,6 +127,15 @@ def test_a_term_while_salloc_waits_is_passed_on_to_it(fake_slurm: FakeCommands, 
         waiting.terminate()
         assert waiting.stdout.readline() == "revoked\n"
         assert waiting.wait(timeout=20) == 3
+
+
+def test_a_term_that_comes_before_salloc_is_started_is_passed_on_to_it() -> None:
+    """Else this process would end, and salloc wait in the queue for nobody."""
+    with _signals_passed_on() as pass_on_to:
+        signal.raise_signal(signal.SIGTERM)
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as child:
+            pass_on_to(child)
+            assert child.wait(timeout=20) == -signal.SIGTERM
 
 
 def test_modules_of_a_configuration_are_loaded_and_one_that_fails_ends_a_script(

@@ -132,7 +132,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.inside = False
 
-    def step(self, number: int, micro_batches: Any, lr: float, stop_wanted: Any) -> StepResult:
+    def step(self, number: int, micro_batches: Any, lr: float, stop_wanted: Any, next_plan: None) -> StepResult:
         self.inside = True
         deadline = time.perf_counter() + 0.0005
         while time.perf_counter() < deadline:
@@ -146,6 +146,7 @@ def _fake_run(folder: Path, steps: int, saved: list[tuple[int, bool]], monkeypat
     config = SimpleNamespace(
         train=SimpleNamespace(steps=steps, eval_every=0, max_skipped_steps=3, gc_every=1000),
         data=SimpleNamespace(seq_len=8),
+        parallel=SimpleNamespace(hdp=None),
         checkpoint=CheckpointConfig(),
         optimizer=OptimizerConfig(lr=1.0),
         model=None,
