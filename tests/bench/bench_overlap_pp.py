@@ -215,7 +215,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     cluster = args.pop("cluster")
     if cluster is not None:
-        sys.exit(on_nodes("tests.bench.bench_overlap_pp", cluster, args))
+        sys.exit(on_nodes("tests.bench.bench_overlap_pp", cluster, args, args["rate"]))
     results = on_ranks(_measure, 2, args)
     if results is not None:
         print(json.dumps(report(args, results), indent=1))
