@@ -106,7 +106,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, ring: Ring, window: int | None
     ) -> torch.Tensor:
-        kernel, sums = _kernel(q_THD), Sums.nothing(q_THD)
+        kernel, sums = _kernel(q_THD, window), Sums.nothing(q_THD)
         kv_2SKD = _joined(k_TKD, v_TKD, ring)
         for step in range(len(ring)):
             following, under_way = kv_2SKD, []
@@ -125,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THD, k_TKD, v_TKD, result_THD, log_TH = ctx.saved_tensors
         ring, window, exact = ctx.ring, ctx.window, exact_type(q_THD.dtype)
-        kernel = _kernel(q_THD)
+        kernel = _kernel(q_THD, window)
         dot_TH = (result_THD.to(exact) * gradient_THD).sum(dim=2)
         results = Results(q_THD, result_THD, gradient_THD, log_TH, dot_TH)
         of_q_THD = torch.zeros_like(q_THD, dtype=exact, memory_format=torch.contiguous_format)
@@ -152,9 +152,13 @@ class _RingAttention(torch.autograd.Function):
         return of_q_THD.to(q_THD.dtype), of_k_TKD, of_v_TKD, None, None
 
 
-def _kernel(q_THD: torch.Tensor) -> BlockKernel:
-    """Flash attention where it can, tiles elsewhere."""
-    return FlashKernel() if FlashKernel.takes(q_THD) else TileKernel()
+def _kernel(q_THD: torch.Tensor, window: int | None) -> BlockKernel:
+    """Flash attention where it can, tiles elsewhere.
+
+    Not with windows: torch's operator takes an open right side of a window for the longest number of keys, which hides
+    keys from a block with more queries than that (cited: set_params_fprop in its flash_api.cpp).
+    """
+    return FlashKernel() if window is None and FlashKernel.takes(q_THD) else TileKernel()
 
 
 def _joined(k_TKD: torch.Tensor, v_TKD: torch.Tensor, ring: Ring) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _events(me: TestRank) -> tuple[list[str], list[str]]:
         def backward_(self, *arguments: Any) -> None:
             log.events.append("compute")
 
-    module._kernel = lambda q: Logged()  # the process is this test's own
+    module._kernel = lambda q, window: Logged()  # the process is this test's own
     ring = Ring((24,), (2, 0, 1), (1, 2, 0)[me.rank], Group(plain.ranks, me.rank, plain.handle, "gloo", "hdp", log))
     q, k, v = (torch.zeros(8, 1, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
     result = ring_attention(q, k, v, ring)
@@ -270,10 +270,13 @@ def test_flash_attention_on_a_gpu_gives_what_tiles_give() -> None:
     _compare_kernels(FlashKernel, torch.bfloat16, "cuda", 2**-6)
 
 
-def test_tiles_are_chosen_where_flash_attention_cannot_compute() -> None:
+def test_tiles_are_chosen_where_flash_attention_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(4, 2, 8)
-    assert isinstance(module._kernel(q), TileKernel)
-    assert isinstance(module._kernel(q.bfloat16()), TileKernel)
+    assert isinstance(module._kernel(q, None), TileKernel)
+    assert isinstance(module._kernel(q.bfloat16(), None), TileKernel)
+    monkeypatch.setattr(FlashKernel, "takes", lambda q_THD: True)
+    assert isinstance(module._kernel(q, None), FlashKernel)
+    assert isinstance(module._kernel(q, 3), TileKernel)
 
 
 def test_the_plain_softmax_of_these_tests_is_torch_s() -> None:
