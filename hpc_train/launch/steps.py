@@ -96,6 +96,7 @@ def agents_argv(nodes: Sequence[str], command: Sequence[str]) -> list[str]:
         "--mem=0",
         "--mpi=none",
         "--kill-on-bad-exit=0",
+        "--wait=0",  # one that has ended must not end those that still write, whatever a site's WaitTime is
         "--export=ALL",
         "--input=all",
         "--quiet",
