@@ -22,7 +22,7 @@ DEBUG_VARIABLE = "HPC_TRAIN_DEBUG"
 
 # From the driver: a line that was typed, the end of the input, Ctrl-C.
 LINE, END_OF_INPUT, INTERRUPT = b"L", b"E", b"I"
-# From the rank: text for the terminal, it waits for a line, it goes on.
+# From the rank: text for the terminal, it waits for a line (with the prompt), it goes on.
 OUTPUT, WAITS, GOES_ON = b"O", b"W", b"G"
 
 _NONCE_BYTES = 32

@@ -100,6 +100,7 @@ class DebugTerminal:
             elif kind in (WAITS, GOES_ON):
                 self._waits = kind == WAITS
                 self._unanswered = False
+                self._show(data)
         self._channel = None
 
     def _accept(self) -> Channel | None:

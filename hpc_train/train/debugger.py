@@ -198,16 +198,22 @@ class _RankPdb(pdb.Pdb):
 
 
 class _Terminal(io.TextIOBase):
-    """The other end of the channel as a file to read lines from and to write to. A lost connection is its end."""
+    """The other end of the channel as a file to read lines from and to write to. A lost connection is its end.
+
+    A line that has not ended yet is held back, since it may be the prompt: that is shown by whoever already knows
+    that the rank waits, and so knows whom a Ctrl-C is for as soon as somebody can see the prompt.
+    """
 
     def __init__(self, channel: Channel, lines: queue.SimpleQueue[str]) -> None:
         self._channel = channel
         self._lines = lines
+        self._unfinished = ""
         self.waits = False
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        self._tell(WAITS)
+        prompt, self._unfinished = self._unfinished, ""
         self.waits = True
+        self._tell(WAITS, prompt.encode(errors="replace"))
         try:
             return self._lines.get()
         finally:
@@ -215,7 +221,9 @@ class _Terminal(io.TextIOBase):
             self._tell(GOES_ON)
 
     def write(self, text: str) -> int:
-        self._tell(OUTPUT, text.encode(errors="replace"))
+        lines, end, self._unfinished = (self._unfinished + text).rpartition("\n")
+        if end:
+            self._tell(OUTPUT, (lines + end).encode(errors="replace"))
         return len(text)
 
     def readable(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -36,6 +37,16 @@ class Terminal:
         os.close(theirs)
         self.seen = ""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave nothing behind, whatever a test did not come to."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(timeout=30)
+        os.close(self._ours)
+
     def wait_for(self, what: str | Callable[[], bool], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         begin = len(self.seen)
@@ -52,7 +63,6 @@ class Terminal:
 
     def end(self) -> int:
         self.wait_for(lambda: self.process.poll() is not None)
-        os.close(self._ours)
         return self.process.wait()
 
 
@@ -61,30 +71,30 @@ def test_ctrl_c_breaks_into_a_rank_that_hangs_and_what_is_typed_there_sets_it_fr
     config = write_training_config(tmp_path, launch={"env": {VARIABLE: plan[VARIABLE]}, "timeout_s": 60})
     command = [sys.executable, "-m", "hpc_train", "run", str(config), "-n", "2", "--run-dir", str(tmp_path / "run")]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{plan['PYTHONPATH']}:{ROOT}")
-    terminal = Terminal([*command, "--debug-rank", "1"], env, tmp_path)
-    terminal.wait_for("(rank 1) ")
-    terminal.type(b"c\n")
-    metrics = tmp_path / "run/metrics.jsonl"
-    terminal.wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    stacks = [sys.executable, "-m", "hpc_train", "stacks", str(tmp_path / "run"), "--rank", "1", "--frames", "2"]
-    shown = ""
-    deadline = time.monotonic() + 60
-    while "1 rank: 1\n    _hang  " not in shown:
-        assert time.monotonic() < deadline, shown + terminal.seen
-        shown = subprocess.run(stacks, env=env, capture_output=True, text=True, timeout=60).stdout
-    terminal.type(CTRL_C)
-    terminal.wait_for("(rank 1) ")
-    terminal.type(b"up\n")
-    terminal.wait_for("(rank 1) ")
-    terminal.type(CTRL_C)
-    terminal.wait_for("c goes on, q ends the run")
-    terminal.type(b"(run.run_dir / 'go_on').touch()\n")
-    terminal.wait_for("(rank 1) ")
-    terminal.type(CTRL_D)
-    terminal.wait_for("goes on without a debugger")
-    assert terminal.end() == 0, terminal.seen
-    assert "all ranks ended well" in terminal.seen
-    assert "HPC_TRAIN_DEBUG" not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.*"))
+    with Terminal([*command, "--debug-rank", "1"], env, tmp_path) as terminal:
+        terminal.wait_for("(rank 1) ")
+        terminal.type(b"c\n")
+        metrics = tmp_path / "run/metrics.jsonl"
+        terminal.wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
+        stacks = [sys.executable, "-m", "hpc_train", "stacks", str(tmp_path / "run"), "--rank", "1", "--frames", "2"]
+        shown = ""
+        deadline = time.monotonic() + 60
+        while "1 rank: 1\n    _hang  " not in shown:
+            assert time.monotonic() < deadline, shown + terminal.seen
+            shown = subprocess.run(stacks, env=env, capture_output=True, text=True, timeout=60).stdout
+        terminal.type(CTRL_C)
+        terminal.wait_for("(rank 1) ")
+        terminal.type(b"up\n")
+        terminal.wait_for("(rank 1) ")
+        terminal.type(CTRL_C)
+        terminal.wait_for("c goes on, q ends the run")
+        terminal.type(b"(run.run_dir / 'go_on').touch()\n")
+        terminal.wait_for("(rank 1) ")
+        terminal.type(CTRL_D)
+        terminal.wait_for("goes on without a debugger")
+        assert terminal.end() == 0, terminal.seen
+        assert "all ranks ended well" in terminal.seen
+        assert "HPC_TRAIN_DEBUG" not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.*"))
 
 
 def test_a_rank_that_there_will_not_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
