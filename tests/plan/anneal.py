@@ -6,10 +6,50 @@ geometrically. Compiled by Numba, about ten million moves a minute on one core.
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import numpy as np
 from numba import njit
 
-from hpc_train.plan.seats import Edges, Seats
+from hpc_train.plan.choose import choose_seats
+from hpc_train.plan.seats import Edges, Seats, cost, find_edges, find_seats
+from tests.plan.allocations import draw_problem
+
+PROBLEMS = 20
+_RUNS = 4
+_TRIAL_MOVES = 200_000
+
+
+def anneal_problem(seed: int, seconds: float) -> dict[str, Any]:
+    """Anneal one of the problems of up to 64 nodes, from random placements and from the planner's.
+
+    The runs take `seconds` of processor time together. The best of all counts; one entry says what annealing finds by
+    itself.
+    """
+    problem = draw_problem(seed, nodes=(16, 32, 64))
+    seats = find_seats(problem.mesh, problem.allocation, problem.fabric)
+    edges = find_edges(problem.mesh, problem.traffic, int(seats.distance.max()))
+    chosen = choose_seats(problem.mesh, seats, edges, problem.traffic, problem.fabric)
+    anneal(seats, edges, chosen, 10, seed=0)
+    start = time.process_time()
+    anneal(seats, edges, chosen, _TRIAL_MOVES, seed=0)
+    moves = int(_TRIAL_MOVES * seconds / _RUNS / (time.process_time() - start))
+    anywhere = np.random.default_rng(seed).permutation(len(seats))[: len(chosen)]
+    starts = [anywhere, anywhere, chosen, chosen]
+    costs = [anneal(seats, edges, placed, moves, seed=run)[0] for run, placed in enumerate(starts)]
+    planned = cost(seats, edges, chosen)
+    return {
+        "seed": seed,
+        "nodes": problem.num_nodes,
+        "mesh": problem.mesh.describe(),
+        "processor_s": seconds,
+        "moves_a_run": moves,
+        "annealed": min(costs),
+        "planned": planned,
+        "planned_to_annealed": round(planned / min(costs), 4),
+        "planned_to_annealed_from_random": round(planned / min(costs[:2]), 4),
+    }
 
 
 def anneal(seats: Seats, edges: Edges, seat_of_block: np.ndarray, num_moves: int, seed: int) -> tuple[int, np.ndarray]:
