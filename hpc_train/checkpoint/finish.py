@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpc_train.checkpoint.coverage import coverage_fault
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from hpc_train.checkpoint.placed import WrittenBox
 from hpc_train.checkpoint.store import Buffer
 from hpc_train.checkpoint.write import write_new_file
 from hpc_train.errors import CheckpointError
-from hpc_train.plan.flat import Box
 
 METADATA_FILE = ".metadata"
 """torch's own index, a pickle: written for others, never read here."""
@@ -30,16 +30,28 @@ def finish(
     index: the content of torch's index.
 
     Raises:
-        CheckpointError: the boxes do not cover each tensor exactly once, or a file is not there.
+        CheckpointError: the boxes do not cover each tensor exactly once, or a file is not there in its full size.
     """
     tensors = _tensors(written)
     _write(folder / METADATA_FILE, index, say)
-    files = {box.placed.file for box in written} | {METADATA_FILE}
+    files = {METADATA_FILE: len(index), **_laid_out(written)}
     sizes = {entry.name: entry.num_bytes for entry in folder.entries()}
-    if missing := sorted(files - set(sizes)):
-        raise CheckpointError(f"{folder} does not show {missing[0]}, which was written there")
-    manifest = Manifest(step, dict(values), tensors, {name: sizes[name] for name in sorted(files)})
+    for name, num_bytes in sorted(files.items()):
+        if name not in sizes:
+            raise CheckpointError(f"{folder} does not show {name}, which was written there")
+        if sizes[name] != num_bytes:
+            raise CheckpointError(f"{folder / name} has {sizes[name]} bytes, and {num_bytes} were written there")
+    manifest = Manifest(step, dict(values), tensors, dict(sorted(files.items())))
     _write(folder / MANIFEST_FILE, memoryview(manifest.to_json().encode()), say)
+
+
+def _laid_out(written: Sequence[WrittenBox]) -> dict[str, int]:
+    """Size of each file of boxes, by its layout."""
+    ends: dict[str, int] = {}
+    for box in written:
+        placed = box.placed
+        ends[placed.file] = max(ends.get(placed.file, 0), placed.item_start + placed.item_bytes)
+    return ends
 
 
 def _tensors(written: Sequence[WrittenBox]) -> dict[str, StoredTensor]:
@@ -48,12 +60,10 @@ def _tensors(written: Sequence[WrittenBox]) -> dict[str, StoredTensor]:
         boxes.setdefault(box.placed.name, []).append(box)
     tensors = {}
     for name, of_tensor in boxes.items():
-        first = of_tensor[0].placed
-        covered = sum(box.stored.box.num_elements for box in of_tensor)
-        whole = Box((), first.shape).num_elements
-        if covered != whole:
-            raise CheckpointError(f"{name}: the ranks' pieces hold {covered} elements of {whole}")
-        tensors[name] = StoredTensor(first.dtype, first.shape, tuple(box.stored for box in of_tensor))
+        first, stored = of_tensor[0].placed, tuple(box.stored for box in of_tensor)
+        if fault := coverage_fault(first.shape, [box.box for box in stored]):
+            raise CheckpointError(f"{name}: {fault}")
+        tensors[name] = StoredTensor(first.dtype, first.shape, stored)
     return tensors
 
 

@@ -61,7 +61,9 @@ def plan_loading(
     needs = [(row[0], _box_of(row, shapes[row[0]])) for told in gathered for row in told[2]]
     missing, different = ([fault for told in gathered for fault in told[3][kind]] for kind in (0, 1))
     wanted = {tensor for tensor, _ in needs}
-    extra = [name for index, name in enumerate(names) if index not in wanted] if exact and not missing else []
+    # Ranks that found a fault have not told their needs, so that nothing follows from what nobody wants.
+    is_told = exact and not missing and not different
+    extra = [name for index, name in enumerate(names) if index not in wanted] if is_told else []
     _refuse_other_model(path, missing, different, extra, world)
     boxes = sorted(
         ((stored, number[name]) for name, tensor in manifest.tensors.items() for stored in tensor.boxes),

@@ -36,7 +36,9 @@ class WebHdfsBackend(Backend):
         user, _, hosts = authority.rpartition("@")
         self._is_secure = scheme == "swebhdfs"
         self._user = user or env.get("HADOOP_USER_NAME") or pwd.getpwuid(os.getuid()).pw_name
-        self._name_nodes = [host if ":" in host else f"{host}:{_PORTS[scheme]}" for host in hosts.split(",") if host]
+        named = [host for host in hosts.split(",") if host]
+        self._name_nodes = tuple(host if ":" in host else f"{host}:{_PORTS[scheme]}" for host in named)
+        self._answered = 0
         if not self._name_nodes:
             raise ConfigError(f"{scheme}:// needs a host, such as {scheme}://nn1:{_PORTS[scheme]}/user/me")
 
@@ -123,16 +125,18 @@ class WebHdfsBackend(Backend):
     def _request(self, method: str, query: str) -> tuple[int, http.client.HTTPMessage, bytes]:
         """Ask the name nodes in turn, from the last one that answered on, until one is neither standby nor silent."""
         scheme = "https" if self._is_secure else "http"
-        for attempt in range(len(self._name_nodes)):
-            is_last = attempt == len(self._name_nodes) - 1
+        count, first = len(self._name_nodes), self._answered
+        # Each request has an order of its own: several threads ask at once.
+        for number in [*range(first, count), *range(first)]:
+            is_last = (number + 1) % count == first
             try:
-                answer = self._fetch(method, f"{scheme}://{self._name_nodes[0]}{query}")
+                answer = self._fetch(method, f"{scheme}://{self._name_nodes[number]}{query}")
                 if is_last or answer[0] != 403 or b"StandbyException" not in answer[2]:
+                    self._answered = number
                     return answer
             except OSError:
                 if is_last:
                     raise
-            self._name_nodes.append(self._name_nodes.pop(0))
         raise AssertionError("there is a name node")
 
     def _fetch(self, method: str, url: str) -> tuple[int, http.client.HTTPMessage, bytes]:

@@ -200,6 +200,7 @@ def test_another_model_is_refused_with_the_first_names_on_every_rank(tmp_path: P
     for of_rank in run_ranks(_refused, 2, str(tmp_path), list(words)):
         for told, expected in zip(of_rank, words.values(), strict=True):
             assert "is of another model" in told and expected in told
+            assert ("only it has" in told) == expected.startswith("only"), "what both have is no difference"
 
 
 def test_a_box_that_several_ranks_read_has_its_checksum_from_all(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from hpc_train.checkpoint.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.local_store import LocalBackend
 from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.store import BackendReader, BackendWriter, Patience, Store, StoreError, is_outage
+from hpc_train.checkpoint.webhdfs_store import WebHdfsBackend
 from hpc_train.errors import ConfigError
 from tests.checkpoint.store_contract import StoreContract
 
@@ -199,6 +201,24 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
 def test_causes_of_hdfs_by_the_names_of_its_exceptions(words: str, told: str, may_pass: bool) -> None:
     cause = hdfs_cause(words)
     assert told in cause.text and cause.may_pass == may_pass
+
+
+def test_threads_that_ask_name_nodes_at_once_do_not_turn_each_other_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is on standby; while it answers one request, another one goes through both."""
+    backend = WebHdfsBackend("webhdfs", "me@one:1,two:2", {})
+    asked: list[str] = []
+
+    def fetch(method: str, url: str) -> tuple[int, Any, bytes]:
+        asked.append(url)
+        if len(asked) == 1:
+            backend.make_folder("/another")
+        return (403, None, b"StandbyException") if "//one:1/" in url else (200, None, b'{"boolean": true}')
+
+    monkeypatch.setattr(backend, "_fetch", fetch)
+    backend.make_folder("/folder")
+    assert sum("//two:2/" in url for url in asked) == 2 and len(asked) == 4
+    backend.make_folder("/next")
+    assert "//two:2/" in asked[4] and len(asked) == 5, "the one that answered last is asked first"
 
 
 @pytest.mark.parametrize(
