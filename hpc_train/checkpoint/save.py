@@ -47,8 +47,8 @@ def save_checkpoint(
     temporary = _agreed_below(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
     try:
         written = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world.rank))
-        gathered = world.control.all_gather([box.to_plain() for box in written])
-        every = [WrittenBox.from_plain(box) for of_rank in gathered for box in of_rank] if is_writer else []
+        gathered = world.control.gather([box.to_plain() for box in written])
+        every = [WrittenBox.from_plain(box) for of_rank in gathered or () for box in of_rank]
         _agreed(world, root, lambda: _finish(temporary, step, every, values) if is_writer else None)
     except HpcTrainError:
         if is_writer:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
+from hpc_train.cluster.cgroup_memory import cgroup_room_bytes
 from hpc_train.errors import HpcTrainError
 
 
@@ -107,13 +108,18 @@ def require_writable(path: Path, what: str, error: type[HpcTrainError], *, num_b
         ) from problem
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory of this node that can be had without swapping; None where it does not tell."""
+def available_memory_bytes(proc: Path = Path("/proc")) -> int | None:
+    """Memory that this process can still take: the node's, without swapping, within its control groups' limits.
+
+    None where neither is told.
+    """
     try:
-        found = re.search(r"^MemAvailable:\s+([0-9]+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+        text = (proc / "meminfo").read_text(encoding="utf-8")
+        found = re.search(r"^MemAvailable:\s+([0-9]+) kB", text, re.MULTILINE)
     except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+        found = None
+    told = [int(found[1]) * 1024 if found else None, cgroup_room_bytes(proc / "self")]
+    return min((num_bytes for num_bytes in told if num_bytes is not None), default=None)
 
 
 def _existing_parent(path: Path) -> Path:

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +27,7 @@ from hpc_train.errors import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 # Short waits stay short, and long ones cost nothing that could be measured (assumed).
@@ -57,6 +59,11 @@ class Control(ABC):
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank."""
+
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """The values of all ranks, by rank, on `root`; None elsewhere. For what is long, or of many ranks."""
+        values = self.all_gather(value)
+        return values if self.rank == root else None
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Root's value on every rank."""
@@ -119,6 +126,20 @@ class MpiControl(Control):
         self._communicator.Allgatherv(data, [received, lengths])
         return _split_json(received, lengths)
 
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        self.barrier()
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        length = np.array([data.size], dtype=np.int64)
+        if self.rank != root:
+            self._communicator.Gather(length, None, root=root)
+            self._communicator.Gatherv(data, None, root=root)
+            return None
+        lengths = np.empty(self.size, dtype=np.int64)
+        self._communicator.Gather(length, lengths, root=root)
+        received = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self._communicator.Gatherv(data, [received, lengths], root=root)
+        return _split_json(received, lengths)
+
     def broadcast(self, value: Any, root: int = 0) -> Any:
         self.barrier()
         data = np.frombuffer(json.dumps(value if self.rank == root else None).encode(), dtype=np.uint8)
@@ -174,16 +195,19 @@ class TorchControl(Control):
         import torch
         import torch.distributed as dist
 
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        lengths = [torch.empty_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length)
-        sizes = [int(item) for item in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
-        padded[: data.numel()] = data.to(self._device)
+        padded, sizes = self._padded(value)
         received = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(received, padded)
-        return [json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)]
+        return _parsed(received, sizes)
+
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        import torch
+        import torch.distributed as dist
+
+        padded, sizes = self._padded(value)
+        received = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == root else None
+        dist.gather(padded, received, dst=root)
+        return None if received is None else _parsed(received, sizes)
 
     def compare(self, value: str, note: str, timeout_s: float | None = None) -> Compared:
         """Over the store, in four operations a rank: a ring of n - 1 messages takes ten times as long on gloo."""
@@ -207,6 +231,24 @@ class TorchControl(Control):
         if not num_different:
             return Compared(note)
         return Compared(note, num_different, min(map(int, store.get(f"{prefix}/different").split())))
+
+    def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
+        """A value's bytes, filled up to those of the longest one, and how many each rank's are. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        sizes = [int(item) for item in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: data.numel()] = data.to(self._device)
+        return padded, sizes
+
+
+def _parsed(received: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Any]:
+    return [json.loads(bytes(item[:size].cpu().numpy())) for item, size in zip(received, sizes, strict=True)]
 
 
 def _split_json(received: np.ndarray, lengths: np.ndarray) -> list[Any]:

@@ -100,6 +100,52 @@ def test_a_trial_file_leaves_nothing(tmp_path: Path) -> None:
 
 def test_available_memory_is_what_the_kernel_tells(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       24 kB\nMemAvailable:    12 kB\n")
-    assert limits.available_memory_bytes(tmp_path / "meminfo") == 12 * 1024
+    assert limits.available_memory_bytes(tmp_path) == 12 * 1024
     assert limits.available_memory_bytes(tmp_path / "none") is None
     assert (limits.available_memory_bytes() or 0) > 1 << 20
+
+
+def _group(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+
+
+def _process(proc: Path, membership: str, mount: str) -> None:
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemAvailable:    1000000 kB\n")
+    (proc / "self" / "cgroup").write_text(membership)
+    (proc / "self" / "mountinfo").write_text(f"29 22 0:21 / /proc rw - proc proc rw\n{mount}\n")
+
+
+def test_memory_is_available_within_the_limits_of_the_job(tmp_path: Path) -> None:
+    """Control groups of version 2 as Slurm makes them: the limit is the job's, two above the task."""
+    mount, job = tmp_path / "fs", tmp_path / "fs" / "system.slice" / "job_7"
+    _group(
+        job,
+        {"memory.max": "9000", "memory.current": "8000", "memory.stat": "file 3\ninactive_file 2000\nactive_file 500"},
+    )
+    _group(
+        job / "step_0" / "task_0", {"memory.max": "max", "memory.current": "8000", "memory.stat": "inactive_file 2000"}
+    )
+    place = "/system.slice/job_7/step_0/task_0"
+    _process(tmp_path / "proc", f"0::{place}\n", f"30 22 0:26 / {mount} rw,nosuid - cgroup2 cgroup2 rw")
+    assert limits.available_memory_bytes(tmp_path / "proc") == 9000 - (8000 - 2500)
+    (job / "step_0" / "task_0" / "memory.max").write_text("6000\n")
+    assert limits.available_memory_bytes(tmp_path / "proc") == 0, "the tightest one counts"
+    (job / "memory.max").write_text("max\n")
+    (job / "step_0" / "task_0" / "memory.max").write_text("max\n")
+    assert limits.available_memory_bytes(tmp_path / "proc") == 1000000 * 1024
+
+
+def test_memory_is_available_within_the_limits_of_version_1_and_of_containers(tmp_path: Path) -> None:
+    mount = tmp_path / "fs"
+    numbers = {"memory.usage_in_bytes": "5000", "memory.stat": "inactive_file 1\ntotal_inactive_file 1000"}
+    unlimited = {"memory.limit_in_bytes": "9223372036854771712", **numbers}
+    _group(mount, {"memory.limit_in_bytes": "7000", **numbers})
+    _group(mount / "inside", unlimited)
+    line = f"36 29 0:31 /docker/abc {mount} rw - cgroup cgroup rw,memory"
+    _process(tmp_path / "proc", "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc/inside\n", line)
+    assert limits.available_memory_bytes(tmp_path / "proc") == 3000
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/../elsewhere\n0::/\n")
+    assert limits.available_memory_bytes(tmp_path / "proc") == 3000, "a group outside of what is mounted"

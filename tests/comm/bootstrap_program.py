@@ -48,6 +48,7 @@ def main() -> int:
         "launcher_rank": int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))),
         "sum": total.item(),
         "gathered": world.control.all_gather({"rank": world.rank}),
+        "gathered_at_last": world.control.gather("x" * world.rank, root=world.world_size - 1),
         "told": world.control.broadcast(["from", world.rank], root=world.world_size - 1),
     }
     world.close()

@@ -86,6 +86,8 @@ def test_mpi_ranks_become_a_world(num_ranks):
         assert world["rank"] == world["launcher_rank"] == world["local_rank"]
         assert world["sum"] == sum(range(num_ranks))
         assert world["gathered"] == [{"rank": rank} for rank in range(num_ranks)]
+        at_last = ["x" * rank for rank in range(num_ranks)] if world["rank"] == num_ranks - 1 else None
+        assert world["gathered_at_last"] == at_last
         assert world["told"] == ["from", num_ranks - 1]
 
 

@@ -25,6 +25,8 @@ def _reduce_then_gather(me, shard):
     flat.view(me.world_size, -1)[me.rank] = mine
     all_gather_(flat, group)
     total = all_reduce_sum([float(me.rank), 1.0], group, torch.device("cpu"))
+    values = make_world(me).control.gather("x" * me.rank, root=me.world_size - 1)
+    assert values == (["x" * rank for rank in range(me.world_size)] if me.rank == me.world_size - 1 else None)
     return mine, flat, total
 
 
