@@ -11,17 +11,20 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+from hpc_train.checkpoint.attempt import attempt_of
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.placed import PlacedBox
-from hpc_train.checkpoint.snapshot import Snapshot
+from hpc_train.checkpoint.snapshot import Snapshot, snapshot_bytes
 from hpc_train.checkpoint.state import StatePiece
 from hpc_train.checkpoint.torch_files import index_bytes
 from hpc_train.cluster.agent_address import AgentConnection, AgentGone
+from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
@@ -29,8 +32,12 @@ from hpc_train.log import say
 
 _PATIENCE_S = 10.0
 """For an agent to come up; assumed: it was started with the ranks, and they have taken a step since."""
-_OPEN_S = 60.0
-"""For an agent to map the memory, which takes milliseconds; assumed: a node that swaps."""
+_OPEN_S = 180.0
+"""For an agent to map the memory and to see the store; assumed: that answers within its own patience, 120 s."""
+_ANSWER_S = 60.0
+"""For answers that wait for nothing and take milliseconds; assumed: a node that swaps. A stopped agent gives none."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.005, 0.5, 0.02
+"""Between questions whether a save is done: a share of the time that it has taken so far (assumed)."""
 
 
 class SaveFailed(CheckpointError):
@@ -40,7 +47,7 @@ class SaveFailed(CheckpointError):
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(f"step {step} was not saved: {why}")
-        self.step = step
+        self.step, self.why = step, why
 
 
 @dataclass(frozen=True)
@@ -87,44 +94,46 @@ class AgentSaves:
         agent: its job key and node. report: called on rank 0, once for each save that is committed.
 
         Raises:
-            HpcTrainError: on every rank: some node has no agent, or not the memory.
+            HpcTrainError: on every rank: some node has no agent, or not the memory, or its agent not the store.
         """
         self._world, self._agent, self._report = world, agent, report
         self._session = str(world.control.broadcast(secrets.token_hex(4) if world.rank == 0 else None))
         self._num_begun = 0
         self._pending: _Pending | None = None
         self._connection: AgentConnection | None = None
-        error: HpcTrainError | None = None
-        try:
-            self._connection = AgentConnection.open_patiently(*agent, _PATIENCE_S)
-            self._snapshot = Snapshot(pieces, world.rank)
-        except HpcTrainError as problem:
-            error = problem
-        self._agree(error)
-        placed = world.control.all_gather([box.to_plain() for box in self._snapshot.placed])
-        try:
-            self._pass_on(target, placed)
-        except HpcTrainError as problem:
-            error = problem
-        self._agree(error)
+        self._gone: str | None = None
+        self._snapshot: Snapshot | None = None
+        self._together(self._connect)
+        self._check_memory(snapshot_bytes(pieces, world.rank))
+        self._together(lambda: self._take_memory(pieces))
+        assert self._snapshot is not None
+        placed = world.control.gather([box.to_plain() for box in self._snapshot.placed])
+        with self._trial(target.root) as trial:
+            self._together(lambda: self._pass_on(target, placed, trial))
 
     def save(
-        self, step: int, pieces: Sequence[StatePiece], values: Mapping[str, Any], when_busy: Literal["wait", "skip"]
+        self,
+        step: int,
+        pieces: Sequence[StatePiece],
+        values: Mapping[str, Any],
+        when_busy: Literal["wait", "skip"],
+        *,
+        hurry: bool = False,
     ) -> bool:
         """Copy the state and have it written; false where it is left out because the save before is not done.
 
+        hurry: it and the one before are written without regard to checkpoint.write_bytes_per_s.
+
         Raises:
             SaveFailed: the save before failed, and this one is not begun. Once for each.
-            AgentGone: on every rank: an agent has ended.
+            AgentGone: on every rank: an agent has ended, and nothing is written by the others any more.
         """
+        assert self._snapshot is not None
         begin = time.perf_counter()
-        token = self._begin(step, when_busy)
-        if token is None:
+        while (token := self._begin(step, when_busy, hurry)) is None:
             if when_busy == "skip":
                 return False
             self.settle()
-            token = self._begin(step, when_busy)
-            assert token is not None, "somebody else saves"
         self._snapshot.fill(pieces)
         message = {"say": "checkpoint.take", "token": token}
         # An agent that has ended is noticed by all together, at the next save.
@@ -135,55 +144,105 @@ class AgentSaves:
             say(f"step {step} is copied in {self._pending.stall_s:.2f} s; the node agents write it")
         return True
 
+    @property
+    def pending_step(self) -> int | None:
+        """The last step that was copied and is not settled. Not collective."""
+        return None if self._pending is None else self._pending.step
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is on its way, as far as this rank knows, and rank 0 knows best. Not collective."""
+        return self._pending is not None and self._pending.heard() is None
+
     def settle(self) -> None:
-        """Wait until the last save is committed, if one is on its way.
+        """Wait until the last save is committed, if one is on its way, and no agent writes any more.
 
         Raises:
             SaveFailed, AgentGone: as `save`.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
-        message = {"say": "checkpoint.wait", "session": self._session, "token": pending.token, "commit": False}
-        answers = self._world.control.all_gather(self._ask(message))
-        problem = next(filter(None, map(_problem, answers)), None)
-        if self._world.rank == 0:
-            if problem is not None:
-                self._abandon(pending, problem)
-            answers.append(pending.outcome())
-        answers.append(self._world.control.broadcast(answers[-1]))
-        _raise_where_gone(answers)
+        answers = self._world.control.all_gather(self._outcome(pending, commit=False))
         problem = next(filter(None, map(_problem, answers)), None)
         if problem is not None:
-            raise SaveFailed(pending.step, problem)
-        self._tell(pending)
+            self._abandon(pending, problem)
+        last = self._outcome(pending, commit=True) if self._world.rank == 0 else None
+        last = self._world.control.broadcast(last)
+        self._pending = None
+        if _is_committed(last):
+            self._tell(pending, last)
+            return  # an agent that has ended since is noticed at the next save
+        _raise_where_gone([*answers, last])
+        if not pending.is_raised:
+            raise SaveFailed(pending.step, problem or str(_problem(last)))
 
     def look(self) -> SaveFailed | None:
         """On rank 0: report what has become of the last save as soon as it is known. Not collective, never waits."""
         pending = self._pending
-        if pending is None or pending.is_told or not pending.is_known:
+        if pending is None or pending.is_told or (answer := pending.heard()) is None:
             return None
-        answer = pending.outcome()
+        if _is_committed(answer):
+            self._tell(pending, answer)
+            return None
         if "failed" not in answer:
             return None  # the agent has ended, which all notice together at the next save
-        if answer["failed"] is None:
-            self._tell(pending)
-            return None
         pending.is_told = True
         return SaveFailed(pending.step, str(answer["failed"]))
 
     def close(self) -> None:
-        """Leave the agent, which writes on. Not collective."""
+        """Leave the agent, which writes on, and give the memory back. Not collective."""
         if self._connection is not None:
             self._connection.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
 
-    def _pass_on(self, target: AgentTarget, placed: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def _connect(self) -> None:
+        self._connection = AgentConnection.open_patiently(*self._agent, _PATIENCE_S)
+
+    def _take_memory(self, pieces: Sequence[StatePiece]) -> None:
+        self._snapshot = Snapshot(pieces, self._world.rank)
+
+    def _check_memory(self, num_bytes: int) -> None:
+        """Refuse what the node's ranks together do not get: the kernel would end one of them instead."""
+        world = self._world
+        told = world.control.all_gather([world.node_rank, num_bytes])
+        of_node = [count for node_rank, count in told if node_rank == world.node_rank]
+
+        def check() -> None:
+            available = available_memory_bytes()
+            if available is not None and sum(of_node) > available:
+                raise CheckpointError(
+                    f"{sum(of_node) / 2**20:.1f} MiB of memory for the copies of the {len(of_node)} ranks of "
+                    f"{world.node} are not to be had: {available / 2**20:.1f} MiB are available there, within the "
+                    "limits of the job. Give the job more memory (--mem)."
+                )
+
+        self._together(check)
+
+    @contextmanager
+    def _trial(self, root: Location) -> Iterator[str]:
+        """The name of a file in the store by which agents see that they look at the same one."""
+        name = f".trial.tmp-{self._session}"
+
+        def put() -> None:
+            if self._world.rank == 0:
+                root.make_folder()
+                (root / name).write_text("seen\n")
+
+        try:
+            self._together(put)
+            yield name
+        finally:
+            if self._world.rank == 0:
+                with suppress(CheckpointError, OSError):
+                    (root / name).remove()
+
+    def _pass_on(self, target: AgentTarget, placed: Sequence[Sequence[Mapping[str, Any]]] | None, trial: str) -> None:
         """Give the agent this rank's memory, and on rank 0 torch's index of all ranks' boxes."""
-        world, segments = self._world, [self._snapshot.segment]
-        if world.rank == 0:
-            index = index_bytes([PlacedBox.from_plain(box) for of_rank in placed for box in of_rank])
-            segments.append(Segment.create("checkpoint.index", len(index)))
-            segments[1].write(0, index)
+        world, snapshot, connection = self._world, self._snapshot, self._connection
+        assert snapshot is not None and connection is not None
+        segments = [snapshot.segment]
         message = {
             "say": "checkpoint.open",
             "session": self._session,
@@ -191,40 +250,52 @@ class AgentSaves:
             "count": world.local_world_size,
             "node_rank": world.node_rank,
             "num_nodes": world.num_nodes,
-            "target": target.to_plain(),
+            "target": {**target.to_plain(), "attempt": attempt_of(self._agent[0])},
+            "trial": trial,
             "finish_s": target.finish_s,
-            "placed": placed[world.rank],
-            "offsets": self._snapshot.offsets,
+            "placed": [box.to_plain() for box in snapshot.placed],
+            "offsets": snapshot.offsets,
         }
-        assert self._connection is not None
-        answer, _ = self._connection.ask(message, [segment.descriptor for segment in segments], timeout_s=_OPEN_S)
-        for segment in segments:
-            segment.close()
+        try:
+            if placed is not None:
+                index = index_bytes([PlacedBox.from_plain(box) for of_rank in placed for box in of_rank])
+                segments.append(Segment.create("checkpoint.index", len(index)))
+                segments[1].write(0, index)
+            answer, _ = connection.ask(message, [segment.descriptor for segment in segments], timeout_s=_OPEN_S)
+        finally:
+            for segment in segments:
+                segment.close()
         if "error" in answer:
-            raise CheckpointError(f"the node agent does not take the state: {answer['error']}")
+            raise CheckpointError(f"the node agent of {self._agent[1]} does not take the state: {answer['error']}")
 
-    def _begin(self, step: int, when_busy: str) -> str | None:
+    def _begin(self, step: int, when_busy: str, hurry: bool) -> str | None:
         """The token of a save that is begun on every node; None where the one before is not done on some."""
         self._num_begun += 1
         token = f"{self._session}{self._num_begun:08x}"
         pending = self._pending
-        answers = self._world.control.all_gather(self._ask({"say": "checkpoint.begin", "token": token, "step": step}))
+        message = {"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry}
+        answers = self._world.control.all_gather(self._ask(message))
         told = [answer["failed"] for answer in answers if answer.get("failed")]
         failed = [why for of_token, why in told if pending is not None and of_token == pending.token]
         busy = next((answer["busy"] for answer in answers if answer.get("busy")), None)
         is_gone = any("gone" in answer for answer in answers)
-        if not (failed or busy or is_gone):
-            if pending is not None:
-                self._tell(pending)
+        is_news = bool(failed) and pending is not None and not pending.is_raised
+        if not (is_news or busy or is_gone):
+            if pending is not None and not pending.is_raised:
+                # All agents have said that they are done with it, and none that it failed.
+                self._tell(pending, self._outcome(pending, commit=True) if self._world.rank == 0 else {})
             self._pending = None
             return token
         self._ask({"say": "checkpoint.cancel", "token": token})
-        if pending is not None and (is_gone or failed):
+        if pending is not None and (is_gone or is_news):
             self._abandon(pending, failed[0] if failed else "the agent of another node has ended")
-        _raise_where_gone(answers)
-        if failed:
+        if is_gone:
+            self._see_end(pending)
+            _raise_where_gone(answers)
+        if is_news:
             assert pending is not None
-            self._pending = None
+            # It is no longer written soon, and not yet everywhere: the next save waits for that as for any other.
+            pending.is_raised = True
             raise SaveFailed(pending.step, failed[0])
         if self._world.rank == 0:
             assert busy is not None
@@ -234,26 +305,56 @@ class AgentSaves:
             say(f"step {step}: the save of step {busy['step']} is not done, {so_far}: {action}")
         return None
 
+    def _see_end(self, pending: _Pending | None) -> None:
+        """Wait until no agent that lives writes or commits any more: the ranks may use the same folder then."""
+        if pending is not None:
+            last = self._outcome(pending, commit=True)
+            if _is_committed(last) and self._world.rank == 0:
+                self._tell(pending, last)
+        self._world.control.barrier()
+
+    def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
+        """What has become of a save at this rank's agent, waiting for it. Not collective."""
+        message = {"say": "checkpoint.outcome", "session": self._session, "token": pending.token, "commit": commit}
+        return _poll(lambda: self._ask(message))
+
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The agent's answer; `gone` with the reason where there is none, or it has lost what it was told."""
         assert self._connection is not None
         node = self._agent[1]
-        try:
-            answer, _ = self._connection.ask(message, timeout_s=0)
-        except AgentGone as problem:
-            return {"gone": f"{problem} (on {node})"}
-        return {"gone": f"the node agent refuses: {answer['error']} (on {node})"} if "error" in answer else answer
+        if self._gone is None:
+            try:
+                answer, _ = self._connection.ask(message, timeout_s=_ANSWER_S)
+                if "error" not in answer:
+                    return answer
+                return {"gone": f"the node agent refuses: {answer['error']} (on {node})"}
+            except AgentGone as problem:
+                # An answer that came late would be taken for that of the next question.
+                self._connection.close()
+                self._gone = f"{problem} (on {node})"
+        return {"gone": self._gone}
 
     def _abandon(self, pending: _Pending, why: str) -> None:
-        if self._world.rank == 0:
-            self._ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
+        self._ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
 
-    def _tell(self, pending: _Pending) -> None:
+    def _tell(self, pending: _Pending, answer: Mapping[str, Any]) -> None:
         if self._world.rank == 0 and not pending.is_told:
             pending.is_told = True
-            self._report(Saved(pending.step, pending.stall_s, pending.stall_s + float(pending.outcome()["seconds"])))
+            # An agent that ends in this moment does not tell its time any more; the save is committed all the same.
+            seconds = float(answer.get("seconds", time.perf_counter() - pending.copied_at))
+            self._report(Saved(pending.step, pending.stall_s, pending.stall_s + seconds))
 
-    def _agree(self, error: HpcTrainError | None) -> None:
+    def _together(self, act: Callable[[], None]) -> None:
+        """Do what may fail on some ranks; where it does on any, all raise alike and hold nothing any more."""
+        error: HpcTrainError | None = None
+        try:
+            act()
+        except HpcTrainError as problem:
+            error = problem
+        except Exception as problem:
+            # Not raised as it is: one rank would end by what all can do without.
+            error = CheckpointError(f"{type(problem).__name__}: {problem}")
+            error.__cause__ = problem
         try:
             self._world.agree(error)
         except HpcTrainError:
@@ -262,43 +363,52 @@ class AgentSaves:
 
 
 class _Pending:
-    """A save on its way; on rank 0 a thread hears what becomes of it. is_told: somebody has been told of that."""
+    """A save on its way; on rank 0 a thread hears what becomes of it.
+
+    copied_at: on the clock of time.perf_counter. is_told: somebody has been told of its end. is_raised: its failure was
+    raised on every rank, and agents may still be about to end it.
+    """
 
     def __init__(self, token: str, step: int, stall_s: float) -> None:
         self.token, self.step, self.stall_s = token, step, stall_s
-        self.is_told = False
-        self._answer: dict[str, Any] = {}
-        self._thread: threading.Thread | None = None
+        self.copied_at = time.perf_counter()
+        self.is_told = self.is_raised = False
+        self._heard: dict[str, Any] | None = None
 
     def listen(self, agent: tuple[str, str], session: str) -> None:
         """Begin to wait for the agent's last word."""
-        message = {"say": "checkpoint.wait", "session": session, "token": self.token, "commit": True}
+        message = {"say": "checkpoint.outcome", "session": session, "token": self.token, "commit": True}
 
         def ask() -> None:
             try:
-                connection = AgentConnection.open(*agent)
-                self._answer, _ = connection.ask(message, timeout_s=0)
-                connection.close()
+                with closing(AgentConnection.open_patiently(*agent, _PATIENCE_S)) as connection:
+                    self._heard = _poll(lambda: connection.ask(message, timeout_s=_ANSWER_S)[0])
             except AgentGone as problem:
-                self._answer = {"gone": f"{problem} (on {agent[1]})"}
+                self._heard = {"gone": f"{problem} (on {agent[1]})"}
 
-        self._thread = threading.Thread(target=ask, name=f"save of step {self.step}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=ask, name=f"save of step {self.step}", daemon=True).start()
 
-    @property
-    def is_known(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
+    def heard(self) -> dict[str, Any] | None:
+        """The agent's last word, if it has come."""
+        return self._heard
 
-    def outcome(self) -> dict[str, Any]:
-        """The agent's last word, waiting for it."""
-        assert self._thread is not None, "only rank 0 listens"
-        self._thread.join()
-        return self._answer
+
+def _poll(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Ask for an outcome until it is known, or nobody answers."""
+    begin = time.monotonic()
+    while not (answer := ask()).get("is_known", True):
+        pause_s = _PAUSE_SHARE * (time.monotonic() - begin)
+        time.sleep(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+    return answer
+
+
+def _is_committed(answer: Mapping[str, Any]) -> bool:
+    return "seconds" in answer and answer["failed"] is None
 
 
 def _problem(answer: Mapping[str, Any]) -> str | None:
     """What went wrong by an agent's answer, or by its absence."""
-    found = answer.get("gone") or answer.get("failed") or answer.get("error")
+    found = answer.get("gone") or answer.get("failed")
     return None if found is None else str(found)
 
 

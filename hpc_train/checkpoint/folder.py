@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from hpc_train.checkpoint.location import Location
@@ -26,18 +26,24 @@ def step_folder(step: int) -> str:
     return f"step_{step:07d}"
 
 
-def create_temporary(root: Location, step: int, token: str | None = None) -> Location:
+def create_temporary(
+    root: Location, step: int, token: str | None = None, tell: Callable[[str], None] = say
+) -> Location:
     """A new folder to write into; what earlier attempts left half-written is removed first.
 
     token: hexadecimal digits by which other nodes find it, which may have made it already; None: random ones.
+    tell: gets a line for each thing that is removed.
     """
     path = temporary_folder(root, step, token or uuid.uuid4().hex)
     root.make_folder()
     for leftover in root.entries():
-        if _TEMPORARY.match(leftover.name) and leftover.name != path.name:
-            say(f"removing {root / leftover.name}, a save that did not complete")
-            with suppress(StoreError):
-                (root / leftover.name).remove()
+        if (match := _TEMPORARY.match(leftover.name)) and leftover.name != path.name:
+            tell(f"removing {root / leftover.name}, a save that did not complete")
+            with suppress(StoreError, OSError):
+                # It loses its name first: whoever still writes there must not commit what is half removed.
+                doomed = root / _temporary_name(match[1])
+                (root / leftover.name).rename(doomed)
+                doomed.remove()
     path.make_folder()
     return path
 
@@ -47,8 +53,11 @@ def temporary_folder(root: Location, step: int, token: str) -> Location:
     return root / f".{step_folder(step)}.tmp-{token}"
 
 
-def commit(temporary: Location, root: Location, step: int) -> Location:
-    """Make a fully written folder a checkpoint. Files must be durable; the folder itself is flushed here."""
+def commit(temporary: Location, root: Location, step: int, tell: Callable[[str], None] = warn) -> Location:
+    """Make a fully written folder a checkpoint. Files must be durable; the folder itself is flushed here.
+
+    tell: gets a line for what goes wrong behind the rename, which the checkpoint does not need.
+    """
     final = root / step_folder(step)
     temporary.flush()
     if final.entry() is not None:
@@ -56,12 +65,15 @@ def commit(temporary: Location, root: Location, step: int) -> Location:
         set_aside = root / _temporary_name(final.name)
         final.rename(set_aside)
         temporary.rename(final)
-        with suppress(StoreError):
+        with suppress(StoreError, OSError):
             set_aside.remove()
     else:
         temporary.rename(final)
-    root.flush()
-    write_latest(root, final.name)
+    try:
+        root.flush()
+        write_latest(root, final.name)
+    except (CheckpointError, OSError) as problem:
+        tell(f"{final} is saved, but {root / LATEST_FILE} could not be written: {problem}")
     return final
 
 
@@ -109,10 +121,10 @@ def sound_checkpoints(root: Location) -> Iterator[tuple[Location, Manifest]]:
         yield path, manifest
 
 
-def prune(root: Location, keep: int) -> None:
+def prune(root: Location, keep: int, tell: Callable[[str], None] = warn) -> None:
     """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay.
 
-    What cannot be looked at or removed now is said and left for the next time: the save before it went well.
+    What cannot be looked at or removed now is told and left for the next time: the save before it went well.
     """
     if keep == 0:
         return
@@ -123,8 +135,8 @@ def prune(root: Location, keep: int) -> None:
                 kept += 1
                 if kept > keep:
                     remove_checkpoint(path)
-    except CheckpointError as error:
-        warn(f"old checkpoints are left: {error}")
+    except (CheckpointError, OSError) as error:
+        tell(f"old checkpoints are left: {error}")
 
 
 def _is_sound(path: Location) -> bool:
@@ -141,7 +153,7 @@ def remove_checkpoint(path: Location) -> None:
     """Remove a checkpoint: at once for every reader, since it loses its name first."""
     doomed = path.parent / _temporary_name(path.name)
     path.rename(doomed)
-    with suppress(StoreError):
+    with suppress(StoreError, OSError):
         doomed.remove()
 
 

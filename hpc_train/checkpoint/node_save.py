@@ -11,6 +11,7 @@ import json
 import mmap
 import queue
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint import folder as folders
+from hpc_train.checkpoint.attempt import require_attempt
 from hpc_train.checkpoint.finish import finish
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.placed import PlacedBox, WrittenBox
 from hpc_train.checkpoint.store import Buffer, StoreError
-from hpc_train.checkpoint.visible import wait_for_folder
+from hpc_train.checkpoint.visible import wait_for_file
 from hpc_train.checkpoint.write import Flow, in_words, write_boxes, write_new_file
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.plan.run_files import CheckpointsNote, write_checkpoints_note
@@ -44,13 +46,14 @@ class Target:
     """Where a run's checkpoints go, and how.
 
     keep: as checkpoint.keep. bytes_per_s: the most that this node writes, or None. note_dir: the run folder that is
-    told of the newest step, where checkpoints lie elsewhere.
+    told of the newest step, where checkpoints lie elsewhere. attempt: which start of the run this is.
     """
 
     root: Location
     keep: int
     bytes_per_s: float | None
     note_dir: Path | None
+    attempt: str
     node_rank: int
     num_nodes: int
 
@@ -72,6 +75,15 @@ class Part:
         return memoryview(self.memory)[start : start + self.placed[number].num_bytes]
 
 
+def look_for_trial(target: Target, name: str) -> None:
+    """See that this node's agent has the ranks' view of the store: that it finds a file which rank 0 has put there.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    wait_for_file(target.root / name)
+
+
 def write_node(target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:
     """Phases 1 and 2, of a node that is not that of rank 0.
 
@@ -79,7 +91,8 @@ def write_node(target: Target, step: int, token: str, parts: Sequence[Part], flo
         Exception: it failed; the record says so, if it can be written.
     """
     folder = folders.temporary_folder(target.root, step, token)
-    wait_for_folder(folder)
+    # Not waited for: the node of rank 0 may take long to remove what earlier attempts left.
+    folder.make_folder()
     written = _write_parts(folder, parts, flow, log)
     _write_record(folder, target.node_rank, {"written": [box.to_plain() for box in written]}, log)
     return written
@@ -96,7 +109,11 @@ def write_first_node(
     target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log
 ) -> list[WrittenBox]:
     """Phase 1 on the node of rank 0, which also removes what earlier attempts left."""
-    folder = folders.create_temporary(target.root, step, token)
+    require_attempt(target.root, target.attempt)
+    folder = folders.create_temporary(target.root, step, token, log)
+    if target.num_nodes > 1:
+        # Made before it is looked for: network file systems remember for long that something was not there.
+        (folder / _RECORDS).make_folder()
     return _write_parts(folder, parts, flow, log)
 
 
@@ -113,7 +130,8 @@ def commit(
     """Phase 3: wait for the other nodes' records, and make the folder a checkpoint.
 
     Raises:
-        CheckpointError: another node's part does not come, or the store fails.
+        CheckpointError: another node's part does not come, the store fails, or another start of the run has begun.
+            What goes wrong when the checkpoint is there is told to `log` alone.
     """
     folder = folders.temporary_folder(target.root, step, token)
     written = [*own]
@@ -122,9 +140,10 @@ def commit(
             written += of_node
         (folder / _RECORDS).remove()
     finish(folder, step, written, values, index, log)
+    require_attempt(target.root, target.attempt)
     flow.check()
-    folders.commit(folder, target.root, step)
-    folders.prune(target.root, target.keep)
+    folders.commit(folder, target.root, step, log)
+    folders.prune(target.root, target.keep, log)
     if target.note_dir is not None:
         try:
             write_checkpoints_note(target.note_dir, CheckpointsNote(str(target.root), step))
@@ -138,7 +157,7 @@ def give_up(target: Target, step: int, token: str) -> None:
         folders.temporary_folder(target.root, step, token).remove()
 
 
-def describe(problem: Exception, target: Target) -> str:
+def describe(problem: BaseException, target: Target) -> str:
     return str(problem) if isinstance(problem, HpcTrainError) else in_words(problem, target.root)
 
 
@@ -149,7 +168,7 @@ def _write_parts(folder: Location, parts: Sequence[Part], flow: Flow, log: Log) 
     for number in range(len(filled)):
         numbers.put(number)
     written: dict[int, list[WrittenBox]] = {}
-    problems: list[Exception] = []
+    problems: list[BaseException] = []
 
     def work() -> None:
         try:
@@ -159,7 +178,7 @@ def _write_parts(folder: Location, parts: Sequence[Part], flow: Flow, log: Log) 
                 written[number] = _write_part(folder, part, flow, log)
         except queue.Empty:
             pass
-        except Exception as problem:
+        except BaseException as problem:  # clients in Rust that panic raise what is no Exception
             problems.append(problem)
             flow.stop(str(problem))
 
@@ -185,7 +204,8 @@ def _write_part(folder: Location, part: Part, flow: Flow, log: Log) -> list[Writ
 def _write_record(folder: Location, node_rank: int, tree: dict[str, Any], log: Log) -> None:
     records = folder / _RECORDS
     records.make_folder()
-    unfinished = records / f"node-{node_rank}.json.part"
+    # A name of its own: where the record of the files fails half-way, that of the failure must still come.
+    unfinished = records / f"node-{node_rank}.json.part-{secrets.token_hex(4)}"
     content = memoryview(json.dumps(tree).encode())
 
     def write(place: Location) -> None:

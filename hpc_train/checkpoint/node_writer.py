@@ -1,9 +1,11 @@
 """Writes checkpoints for the ranks of a node: what the node agent does for saves. Needs no torch.
 
-1. open: each rank passes on the memory that it will copy its state into, once, and says where all of it goes
+1. open: each rank passes on the memory that it will copy its state into, once, and says where all of it goes; answered
+   when the store has shown a file that rank 0 has put there
 2. begin: a rank asks whether the save before is done; from here on the agent knows of the save, whoever ends
 3. take: the rank's copy is whole; when all of the node's ranks have said so, a thread writes (see `node_save`)
-4. wait: answered when the node's part is durable, or when the whole checkpoint is committed
+4. outcome: whether the node's part is durable, or the whole checkpoint committed; asked again and again, so that one
+   who waits notices an agent that does not answer any more
 
 A rank that ends before its copy is whole fails the save on this node. One that ends later does not: what is to be
 written lies in the agent's own mapping of the memory.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from hpc_train.cluster.agent_service import Peer, Service
 from hpc_train.cluster.memory_segment import Segment
+from hpc_train.errors import CheckpointError
 
 if TYPE_CHECKING:
     import mmap
@@ -34,9 +37,10 @@ Log = Callable[[str], None]
 
 @dataclass
 class _Save:
-    """A save that ranks have begun. failure: why it does not come. result: what is told when it is done.
+    """A save that ranks have begun. failure: why it does not come.
 
-    waiting: who wants to know, and whether of the commit.
+    is_node_done: this node's part is durable. is_done: nothing of it is written any more, here and, on the node of
+    rank 0, anywhere.
     """
 
     token: str
@@ -49,19 +53,17 @@ class _Save:
     is_done: bool = False
     begin: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
-    waiting: list[tuple[Peer, bool]] = field(default_factory=list)
 
     def fail(self, why: str) -> None:
-        self.failure = self.failure or why
-        self.flow.stop(why)
-
-    def answer(self) -> dict[str, Any]:
-        return {"failed": self.failure, "step": self.step, "seconds": self.seconds}
+        """It does not come; nothing happens to one that is done."""
+        if not self.is_done:
+            self.failure = self.failure or why
+            self.flow.stop(why)
 
 
 @final
 class CheckpointService(Service):
-    """`checkpoint.open`, `begin`, `cancel`, `take`, `wait`, `abandon`: see `Session`."""
+    """`checkpoint.open`, `begin`, `cancel`, `take`, `outcome`, `abandon`: see `Session`."""
 
     name = "checkpoint"
     takes_descriptors = True
@@ -75,19 +77,18 @@ class CheckpointService(Service):
         verb = str(message["say"]).partition(".")[2]
         if verb == "open":
             self._open(peer, message, descriptors)
-            return {"ok": True}
+            return None
         for descriptor in descriptors:
             os.close(descriptor)
-        if verb == "wait":
+        token = str(message["token"])
+        if verb == "outcome":
             # Also of those that are no rank's first connection.
-            self._sessions[str(message["session"])].wait(peer, str(message["token"]), bool(message["commit"]))
-            return None
+            return self._sessions[str(message["session"])].outcome(token, bool(message["commit"]))
         session = self._session_of.get(peer)
         if session is None:
             raise ValueError("checkpoint.open comes first")
-        token = str(message["token"])
         if verb == "begin":
-            return session.begin(token, int(message["step"]))
+            return session.begin(token, int(message["step"]), bool(message["hurry"]))
         if verb == "cancel":
             session.cancel(token)
         elif verb == "take":
@@ -99,8 +100,6 @@ class CheckpointService(Service):
         return {"ok": True}
 
     def gone(self, peer: Peer) -> None:
-        for session in self._sessions.values():
-            session.forget(peer)
         session_of_peer = self._session_of.pop(peer, None)
         if session_of_peer is not None:
             session_of_peer.leave(peer)
@@ -137,12 +136,15 @@ class Session:
             int(spec["keep"]),
             spec["bytes_per_s"],
             Path(spec["note_dir"]) if spec["note_dir"] is not None else None,
+            spec["attempt"],
             int(message["node_rank"]),
             int(message["num_nodes"]),
         )
+        self._trial: str | None = message["trial"]
         self._finish_s, self._count, self._log = float(message["finish_s"]), int(message["count"]), log
         self._changed = threading.Condition()
         self._members: dict[Peer, int] = {}
+        self._welcome: dict[str, Any] | None = None
         self._parts: dict[int, Part] = {}
         self._index: mmap.mmap | None = None
         self._save: _Save | None = None
@@ -152,7 +154,10 @@ class Session:
         self._thread.start()
 
     def join(self, peer: Peer, message: Mapping[str, Any], memories: Sequence[mmap.mmap]) -> None:
-        """A rank has come. memories: what it copies into, and of rank 0 torch's index of the whole checkpoint."""
+        """A rank has come. memories: what it copies into, and of rank 0 torch's index of the whole checkpoint.
+
+        It is answered when it is known whether the store can be seen.
+        """
         from hpc_train.checkpoint.node_save import Part
         from hpc_train.checkpoint.placed import PlacedBox
 
@@ -165,27 +170,32 @@ class Session:
             if rank == 0:
                 self._index = memories[1]
             self._members[peer] = rank
+            if self._welcome is not None:
+                peer.send(self._welcome)
 
-    def begin(self, token: str, step: int) -> dict[str, Any]:
-        """Whether the save before is done (`busy` tells how far it is) and whether it failed."""
+    def begin(self, token: str, step: int, hurry: bool) -> dict[str, Any]:
+        """Whether the save before is done (`busy` tells how far it is) and whether it failed.
+
+        hurry: what is written from now on is bound by no rate.
+        """
         from hpc_train.checkpoint.write import Flow
 
         with self._changed:
             save = self._save
             if save is not None and save.token != token:
                 if not save.is_done:
+                    if hurry:
+                        save.flow.hurry()
                     num_bytes = sum(part.num_bytes for part in self._parts.values())
                     told = {"step": save.step, "written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
-                    return {"busy": told, "failed": None}
+                    return {"busy": told, "failed": self._failed(save)}
                 self._before, save = save, None
             if save is None:
-                self._save = _Save(token, step, Flow(self._target.bytes_per_s))
+                self._save = _Save(token, step, Flow(None if hurry else self._target.bytes_per_s))
                 if len(self._members) < self._count:
                     self._save.fail("a rank of this node has ended")
                     self._changed.notify_all()
-            before = self._before
-            failed = None if before is None or before.failure is None else [before.token, before.failure]
-            return {"busy": None, "failed": failed}
+            return {"busy": None, "failed": self._failed(self._before)}
 
     def cancel(self, token: str) -> None:
         """The ranks do not go on with a save that they have begun."""
@@ -204,25 +214,19 @@ class Session:
                 save.begin = time.monotonic()
                 self._changed.notify_all()
 
-    def wait(self, peer: Peer, token: str, commit: bool) -> None:
+    def outcome(self, token: str, commit: bool) -> dict[str, Any]:
+        """What has become of a save, if that is known yet. commit: of all of it, and not of this node's part alone."""
         with self._changed:
             save = self._current(token)
-            if save.is_done or (save.is_node_done and not commit):
-                peer.send(save.answer())
-            else:
-                save.waiting.append((peer, commit))
+            if not save.is_done and (commit or not save.is_node_done):
+                return {"is_known": False}
+            return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds}
 
     def abandon(self, token: str, reason: str) -> None:
         """Another node's part does not come."""
         with self._changed:
             self._current(token).fail(reason)
             self._changed.notify_all()
-
-    def forget(self, peer: Peer) -> None:
-        """Nobody is there any more to be told."""
-        with self._changed:
-            if self._save is not None:
-                self._save.waiting = [entry for entry in self._save.waiting if entry[0] is not peer]
 
     def leave(self, peer: Peer) -> None:
         """A rank has gone; the last one lets the thread end behind what it has to write."""
@@ -243,6 +247,7 @@ class Session:
                 save.fail(f"the node agent ended before step {save.step} was copied")
             if save is not None and not save.is_done:
                 self._log(f"checkpoint: step {save.step} is written to its end first")
+                save.flow.hurry()
             self._changed.notify_all()
         self._thread.join(self._finish_s)
         if self._thread.is_alive():
@@ -254,19 +259,43 @@ class Session:
                 return save
         raise ValueError(f"the node agent knows of no save {token}")
 
+    @staticmethod
+    def _failed(save: _Save | None) -> list[str] | None:
+        return None if save is None or save.failure is None else [save.token, save.failure]
+
     def _run(self) -> None:
         """The writing thread."""
+        self._look_for_trial()
         while (save := self._next()) is not None:
+            is_good = False
             try:
                 self._carry_out(save)
-            except Exception as problem:
+                is_good = True
+            except BaseException as problem:
+                # All of them: a client in Rust that panics raises what is no Exception, and ranks wait for an end.
                 self._fail(save, problem)
             with self._changed:
                 save.is_done = True
-                self._tell(save)
+                if is_good:
+                    save.failure = None  # it was given up too late
         with self._changed:
             self._parts.clear()
             self._index = None
+
+    def _look_for_trial(self) -> None:
+        """See whether the store shows what rank 0 has put there, and tell the ranks."""
+        from hpc_train.checkpoint import node_save
+
+        welcome: dict[str, Any] = {"ok": True}
+        try:
+            if self._trial is not None:
+                node_save.look_for_trial(self._target, self._trial)
+        except BaseException as problem:  # as in `_run`
+            welcome = {"error": node_save.describe(problem, self._target)}
+        with self._changed:
+            self._welcome = welcome
+            for peer in self._members:
+                peer.send(welcome)
 
     def _next(self) -> _Save | None:
         """The next save that is whole here or has failed, waiting for it; None at the end."""
@@ -288,52 +317,57 @@ class Session:
         parts = [self._parts[rank] for rank in sorted(self._parts)]
         write = node_save.write_first_node if self._is_first else node_save.write_node
         written: list[WrittenBox] = write(target, *where, parts, save.flow, self._log)
+        save.seconds = time.monotonic() - save.begin
         self._log(
             f"checkpoint: step {save.step}, {sum(part.num_bytes for part in parts) / 2**20:.1f} MiB of {len(parts)} "
-            f"ranks written in {time.monotonic() - save.begin:.2f} s"
+            f"ranks written in {save.seconds:.2f} s"
         )
+        if self._index is None:
+            return  # and is done: who is told that may begin the next one
         with self._changed:
             save.is_node_done = True
-            save.seconds = time.monotonic() - save.begin
-            self._tell(save)
-        if self._index is not None:
-            node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log)
-            save.seconds = time.monotonic() - save.begin
-            self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
+        node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log)
+        save.seconds = time.monotonic() - save.begin
+        self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
 
     @property
     def _is_first(self) -> bool:
         return self._index is not None
 
-    def _fail(self, save: _Save, problem: Exception) -> None:
+    def _fail(self, save: _Save, problem: BaseException) -> None:
+        """Note why, and clear up; raises nothing."""
         from hpc_train.checkpoint import node_save
 
         why = save.failure or node_save.describe(problem, self._target)
         self._log(f"checkpoint: step {save.step} is not saved: {why}")
         with self._changed:
             save.fail(why)
-        if self._is_first:
-            node_save.give_up(self._target, save.step, save.token)
-        else:
-            node_save.write_failure(self._target, save.step, save.token, why, self._log)
-
-    def _tell(self, save: _Save) -> None:
-        """Answer those that have waited for as much as is done."""
-        due = [entry for entry in save.waiting if save.is_done or not entry[1]]
-        save.waiting = [entry for entry in save.waiting if entry not in due]
-        for peer, _ in due:
-            peer.send(save.answer())
+        try:
+            if self._is_first:
+                node_save.give_up(self._target, save.step, save.token)
+            else:
+                node_save.write_failure(self._target, save.step, save.token, why, self._log)
+        except BaseException as more:  # as in `_run`
+            self._log(f"checkpoint: what was written of step {save.step} is left: {type(more).__name__}: {more}")
 
 
 def _map_all(descriptors: Sequence[int]) -> list[mmap.mmap]:
-    """The memory behind descriptors that came; all of them are closed."""
+    """The memory behind descriptors that came; all of them are closed.
+
+    Raises:
+        CheckpointError: it cannot be mapped.
+    """
     memories = []
     left = list(descriptors)
     try:
         while left:
             segment = Segment.received(left.pop(0))
-            memories.append(segment.map())
-            segment.close()
+            try:
+                memories.append(segment.map())
+            finally:
+                segment.close()
+    except OSError as problem:
+        raise CheckpointError(f"the ranks' memory cannot be mapped: {problem}") from problem
     finally:
         for descriptor in left:
             os.close(descriptor)

@@ -7,6 +7,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from hpc_train.checkpoint.attempt import begin_attempt
 from hpc_train.checkpoint.folder import steps_newest_first
 from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.store import StoreError
@@ -37,11 +38,13 @@ def run_location(folder: str | None, run_dir: Path) -> Location:
     return locate(folder) / whole.parent.name / whole.name
 
 
-def open_location(root: Location, run_dir: Path, num_bytes: int, world: World) -> None:
+def open_location(root: Location, run_dir: Path, num_bytes: int, world: World, attempt: str | None = None) -> None:
     """Make `root`, the folder of a run's checkpoints, and see that all ranks can use it. Collective over all ranks.
 
     Rank 0 makes and claims it, writes a trial file, so that a lack of permission, quota or connection stops the run
     now and not at its first save, and asks for `num_bytes` of space where the store tells its space.
+
+    attempt: this start of the run; agents of earlier ones leave the folder alone from here on.
 
     Raises:
         HpcTrainError: on every rank: it belongs to another run, cannot be written, lacks space, or is not seen by
@@ -51,6 +54,8 @@ def open_location(root: Location, run_dir: Path, num_bytes: int, world: World) -
     if world.rank == 0:
         try:
             prepare(root, run_dir, num_bytes)
+            if attempt is not None:
+                begin_attempt(root, attempt)
         except HpcTrainError as problem:
             error = problem
     world.agree(error)

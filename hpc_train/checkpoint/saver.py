@@ -25,11 +25,7 @@ from hpc_train.log import say, warn
 
 @final
 class Saver:
-    """Saves of one run. Methods are collective over all ranks unless they say otherwise.
-
-    has_failed: on rank 0, a save has failed while training went on, and checkpoint.on_error=stop: the next `save` or
-    `finish` raises that on every rank.
-    """
+    """Saves of one run. Methods are collective over all ranks unless they say otherwise."""
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class Saver:
         self._agents: AgentSaves | None = None
         self._is_open = False
         self._warned_of: int | None = None
-        self.has_failed = False
+        self._failed: SaveFailed | None = None
 
     def open(self, pieces: Sequence[StatePiece]) -> None:
         """Make ready now what the first save needs, for which the end of a warning may not wait.
@@ -87,7 +83,7 @@ class Saver:
             if self._agents is None:
                 return self._save_by_ranks(step, pieces, values)
             when_busy = "wait" if must_last else self._config.when_busy
-            is_begun = self._agents.save(step, pieces, values, when_busy)
+            is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last)
             if must_last:
                 self._agents.settle()
             return is_begun
@@ -97,24 +93,41 @@ class Saver:
             return error.step != step and self.save(step, pieces, values, must_last=must_last)
         except AgentGone as problem:
             self._leave_agents(problem)
+            self._raise_what_was_told()
             return self.save(step, pieces, values, must_last=must_last)
 
     def look(self) -> None:
         """On rank 0, say what has become of a save written beside the training. Not collective, never waits."""
         failed = self._agents.look() if self._agents is not None else None
         if failed is not None:
-            self.has_failed = self._config.on_error == "stop"
+            self._failed = failed if self._config.on_error == "stop" else None
             self._warn_of(failed)
+
+    @property
+    def has_failed(self) -> bool:
+        """On rank 0: a save has failed while training went on, and checkpoint.on_error=stop.
+
+        The next `save` or `finish` raises that on every rank.
+        """
+        return self._failed is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is still on its way beside the training, as far as this rank knows. Not collective."""
+        return self._agents is not None and self._agents.is_writing
 
     def finish(self) -> None:
         """Wait until what was copied is committed. Raises as `save`."""
+        step = self._agents.pending_step if self._agents is not None else None
+        if self._agents is None or step is None:
+            return
         try:
-            if self._agents is not None:
-                self._agents.settle()
+            self._agents.settle()
         except SaveFailed as error:
             self._bear(error)
         except AgentGone as problem:
-            self._leave_agents(problem)
+            # What was copied is lost with the agent, and the state has changed since.
+            self._bear(SaveFailed(step, str(problem)))
 
     def close(self) -> None:
         """Not collective; agents write on."""
@@ -145,9 +158,17 @@ class Saver:
             warn(too_short)
 
     def _bear(self, error: SaveFailed) -> None:
+        self._failed = None
         if self._config.on_error == "stop":
             raise error
         self._warn_of(error)
+
+    def _raise_what_was_told(self) -> None:
+        """On every rank: the failure for which the run is about to stop, where the agents that know of it are gone."""
+        mine = None if self._failed is None else [self._failed.step, self._failed.why]
+        told = self._world.control.broadcast(mine)
+        if told is not None:
+            self._bear(SaveFailed(*told))
 
     def _warn_of(self, error: SaveFailed) -> None:
         if self._world.rank == 0 and self._warned_of != error.step:

@@ -31,6 +31,10 @@ class Abandoned(CheckpointError):
     """The save was given up while it was written."""
 
 
+_LONGEST_SLEEP_S = 0.5
+"""After which one who waits for his turn looks whether he still has to; assumed: short beside any save."""
+
+
 class Flow:
     """Lets bytes through, at no more than a rate where there is one; counts them, and can be stopped. For any threads.
 
@@ -62,13 +66,18 @@ class Flow:
                 return
             begin = max(self._clock(), self._free_at)
             self._free_at = begin + num_bytes / self._bytes_per_s
-        self._sleep(max(0.0, begin - self._clock()))
+        while self._reason is None and self._bytes_per_s is not None and (left_s := begin - self._clock()) > 0:
+            self._sleep(min(left_s, _LONGEST_SLEEP_S))
         self.check()
 
     def check(self) -> None:
         """Raises Abandoned after `stop`."""
         if self._reason is not None:
             raise Abandoned(self._reason)
+
+    def hurry(self) -> None:
+        """From now on there is no rate."""
+        self._bytes_per_s = None
 
     def stop(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -132,7 +141,7 @@ def write_new_file(
     return value
 
 
-def in_words(problem: Exception, root: Location) -> str:
+def in_words(problem: BaseException, root: Location) -> str:
     """The problem, and the space left where it may be the cause."""
     text = f"{type(problem).__name__}: {problem}"
     try:

@@ -122,7 +122,7 @@ def run_ranks(
         copier = _copy_output(start, child)
         _watch_in_background(child, stopper, watch)
         code = child.wait()
-        _end_agents(agents, start.agents_finish_s, stopper, say)
+        _end_agents(agents, start.agents_finish_s, stopper, say, is_srun=is_srun)
         if copier is not None:
             copier.join(timeout=5.0)
         listener.join(timeout=5.0)
@@ -202,7 +202,12 @@ def _start_agents(start: RanksToStart, say: Callable[[str], None]) -> subprocess
 
 
 def _end_agents(
-    agents: subprocess.Popen[bytes] | None, finish_s: float, stopper: children.Stopper, say: Callable[[str], None]
+    agents: subprocess.Popen[bytes] | None,
+    finish_s: float,
+    stopper: children.Stopper,
+    say: Callable[[str], None],
+    *,
+    is_srun: bool,
 ) -> None:
     """Tell them that the ranks have ended, and wait until they have written what was handed to them."""
     if agents is None:
@@ -214,12 +219,22 @@ def _end_agents(
         waited_s = time.monotonic() - begin
         if waited_s > _AGENTS_END_S + finish_s or (stopper.forced is not None and waited_s > _AGENTS_END_S):
             say("the node agents did not end by themselves and are ended; what they were writing is not saved")
-            agents.kill()
-            agents.wait()
+            _end_at_once(agents, is_srun=is_srun)
         elif waited_s > _AGENTS_END_S and not is_said:
             is_said = True
             say(f"the ranks have ended, and the node agents write on: waiting for up to {finish_s:g} s")
         time.sleep(0.05)
+
+
+def _end_at_once(agents: subprocess.Popen[bytes], *, is_srun: bool) -> None:
+    """Kill them: srun has to do it where there is one, since agents outlive an srun that is killed."""
+    for step in children.stop_steps(agents, is_srun=is_srun)[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            step()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agents.wait(children.GRACE_S)
+            return
+    agents.wait()
 
 
 def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes]) -> PipeCopier | None:

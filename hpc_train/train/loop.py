@@ -143,7 +143,7 @@ def _micro_batches(run: Run) -> Iterator[Batch | PieceBatch]:
 
 def _stop_wanted(run: Run) -> bool:
     """On this rank: it was told to stop, or a save failed while training went on."""
-    return run.stop.wanted() or run.saver.has_failed
+    return run.stop.wanted(run.saver.is_writing) or run.saver.has_failed
 
 
 def _next_plan(run: Run) -> Callable[[], bytes] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -214,11 +215,13 @@ def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
 
 def _open_checkpoints(run: Run) -> None:
     """Refuse at the start what would fail at the first save."""
+    from hpc_train.checkpoint.attempt import attempt_of
     from hpc_train.checkpoint.run_location import open_location
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
-    open_location(run.checkpoints, run.run_dir, num_bytes, run.world)
+    attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
+    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt)
 
 
 def _rendezvous(env: Mapping[str, str]) -> Rendezvous:

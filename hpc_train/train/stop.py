@@ -81,9 +81,12 @@ class StopMark:
             if signal.getsignal(number) != self._mark or _system_handler(number) != handler
         ]
 
-    def wanted(self) -> bool:
-        """Whether to stop at the end of the present step."""
-        if self._end_time is not None and self._clock() + self.reserve_s > self._end_time:
+    def wanted(self, is_saving: bool = False) -> bool:
+        """Whether to stop at the end of the present step.
+
+        is_saving: a save is on its way beside the training, and the last one has to wait for it.
+        """
+        if self._end_time is not None and self._clock() + self.reserve_s(is_saving) > self._end_time:
             self._out_of_time = True
         return self._received is not None or self._out_of_time
 
@@ -94,10 +97,9 @@ class StopMark:
             return signal.Signals(self._received).name
         return "the time limit" if self._out_of_time else None
 
-    @property
-    def reserve_s(self) -> float:
-        """How long before the end the last save begins at the latest."""
-        return self._stop_before_s if self._stop_before_s is not None else self._needed_s()
+    def reserve_s(self, is_saving: bool = False) -> float:
+        """How long before the end the last save begins at the latest; is_saving: as `wanted`."""
+        return self._stop_before_s if self._stop_before_s is not None else self._needed_s(2 if is_saving else 1)
 
     def completed_step(self, seconds: float) -> None:
         self._steps_s.append(seconds)
@@ -118,12 +120,12 @@ class StopMark:
             "(checkpoint.every)"
         )
 
-    def _needed_s(self) -> float:
+    def _needed_s(self, num_saves: int) -> float:
         save_s = self._longest_save_s
         if save_s is None:
             assert self._end_time is not None
             save_s = min(_FIRST_SAVE_S, 0.1 * max(0.0, self._end_time - self._begin))
-        return _SAFETY * (max(self._steps_s) + save_s) + _LEAVING_S
+        return _SAFETY * (max(self._steps_s) + num_saves * save_s) + _LEAVING_S
 
 
 def describe_reasons(reasons: Sequence[str | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class NodeRank:
         num_nodes: int = 1,
         num_bytes: int = 1000,
         session: str = "0a",
+        trial: str | None = None,
         **target: Any,
     ) -> None:
         self.rank, self.num_bytes, self.session = rank, num_bytes, session
@@ -49,7 +51,15 @@ class NodeRank:
             "count": rows if count is None else count,
             "node_rank": node_rank,
             "num_nodes": num_nodes,
-            "target": {"root": str(root), "keep": 0, "bytes_per_s": None, "note_dir": None, **target},
+            "target": {
+                "root": str(root),
+                "keep": 0,
+                "bytes_per_s": None,
+                "note_dir": None,
+                "attempt": "first",
+                **target,
+            },
+            "trial": trial,
             "finish_s": 20.0,
             "placed": [placed.to_plain() for placed in self.placed],
             "offsets": [0],
@@ -59,8 +69,8 @@ class NodeRank:
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         return self.connection.ask(message, descriptors)[0]
 
-    def begin(self, token: str, step: int) -> dict[str, Any]:
-        return self.ask({"say": "checkpoint.begin", "token": token, "step": step})
+    def begin(self, token: str, step: int, *, hurry: bool = False) -> dict[str, Any]:
+        return self.ask({"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry})
 
     def take(self, token: str, step: int) -> dict[str, Any]:
         """Copy a state that follows from the step, and say so."""
@@ -68,8 +78,16 @@ class NodeRank:
         values = {"values": {"step_told": step}} if self.rank == 0 else {}
         return self.ask({"say": "checkpoint.take", "token": token, **values})
 
-    def wait(self, token: str, *, commit: bool) -> dict[str, Any]:
-        return self.ask({"say": "checkpoint.wait", "session": self.session, "token": token, "commit": commit})
+    def outcome(self, token: str, *, commit: bool) -> dict[str, Any]:
+        return self.tell("outcome", token, session=self.session, commit=commit)
+
+    def wait(self, token: str, *, commit: bool, limit_s: float = 60.0) -> dict[str, Any]:
+        """The outcome, when it is known."""
+        deadline = time.monotonic() + limit_s
+        while not (answer := self.outcome(token, commit=commit))["is_known"]:
+            assert time.monotonic() < deadline, f"nothing becomes of {token}"
+            time.sleep(0.005)
+        return answer
 
     def tell(self, verb: str, token: str, **more: Any) -> dict[str, Any]:
         return self.ask({"say": f"checkpoint.{verb}", "token": token, **more})

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.checkpoint import local_store, save
-from hpc_train.checkpoint.folder import prune, sound_checkpoints
+from hpc_train.checkpoint import folder, local_store, save
+from hpc_train.checkpoint.folder import create_temporary, prune, sound_checkpoints
 from hpc_train.checkpoint.load import load_newest
 from hpc_train.checkpoint.location import locate
 from hpc_train.checkpoint.manifest import MANIFEST_FILE
 from hpc_train.checkpoint.save import save_checkpoint
+from hpc_train.checkpoint.store import StoreError
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
+from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.runs import resume, train_and_save
 from tests.ranks import run_ranks
@@ -250,6 +252,34 @@ def test_a_crash_at_any_point_of_a_save_leaves_a_sound_checkpoint(tmp_path, cras
     if (tmp_path / latest).exists():
         assert tmp_path / latest in found
     assert resume(Alone(), str(tmp_path), last=3)[0] in (1, 2)
+
+
+def test_a_folder_that_is_removed_loses_its_name_first(tmp_path, monkeypatch):
+    """An agent of an earlier start may be about to commit it: by then it is whole, or not there under its name."""
+    leftover = tmp_path / ".step_0000001.tmp-0123"
+    leftover.mkdir()
+    names = []
+    real = local_store.shutil.rmtree
+
+    def rmtree(path):
+        names.append(Path(path).name)
+        assert not leftover.exists()
+        real(path)
+
+    monkeypatch.setattr(local_store.shutil, "rmtree", rmtree)
+    temporary = create_temporary(locate(tmp_path), 2)
+    assert len(names) == 1 and names[0].startswith(".step_0000001.tmp-")
+    assert [path.name for path in tmp_path.iterdir()] == [temporary.name]
+
+
+def test_a_save_whose_rename_is_done_stands_whatever_comes_behind_it(tmp_path, monkeypatch, capsys):
+    def refused(root, name):
+        raise StoreError("the quota is used up")
+
+    monkeypatch.setattr(folder, "write_latest", refused)
+    assert plain_state.save(Alone(), tmp_path, 3, 8192) == str(tmp_path / "step_0000003")
+    assert "is saved, but" in capsys.readouterr().err
+    assert plain_state.load(Alone(), tmp_path, 8192) == 3
 
 
 def test_pruning_counts_sound_checkpoints_only(two_checkpoints):

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hpc_train.checkpoint import folder, local_store, node_save, node_writer
+from hpc_train.checkpoint.attempt import begin_attempt
+from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.node_writer import CheckpointService
+from hpc_train.checkpoint.store import StoreError
+from hpc_train.checkpoint.visible import wait_for_file
 from tests.agents import ServedAgent, served
 from tests.checkpoint.node_ranks import NodeRank, check_step, left_over, told
+from tests.cluster.test_memory_segment import descriptors_of
 
 
 @pytest.fixture
@@ -127,7 +138,7 @@ def test_what_a_store_refuses_is_named_and_leaves_the_checkpoint_before(agent: S
     for rank in ranks:
         rank.take("0a1", 7)
     failed = ranks[0].wait("0a1", commit=True)["failed"]
-    assert "cannot make the folder" in failed and str(tmp_path / "file") in failed
+    assert "a file stands where a folder is needed" in failed and str(tmp_path / "file") in failed
     assert any("step 7 is not saved" in line for line in agent.log)
 
 
@@ -178,7 +189,7 @@ def test_messages_that_make_no_sense_are_answered(agent: ServedAgent, tmp_path: 
     connection = agent.connect()
     for message, error in [
         ({"say": "checkpoint.begin", "token": "0", "step": 1}, "checkpoint.open comes first"),
-        ({"say": "checkpoint.wait", "session": "x", "token": "0", "commit": True}, "the message has no 'x'"),
+        ({"say": "checkpoint.outcome", "session": "x", "token": "0", "commit": True}, "the message has no 'x'"),
     ]:
         assert connection.ask(message)[0]["error"] == error
     rank = NodeRank(agent, tmp_path, 0, 1)
@@ -186,3 +197,170 @@ def test_messages_that_make_no_sense_are_answered(agent: ServedAgent, tmp_path: 
     assert rank.tell("nonsense", "0c")["error"] == "unknown message checkpoint.nonsense"
     again = NodeRank(agent, tmp_path, 0, 1)
     assert again.opened["error"] == "rank 0 has come already, or not with its memory"
+
+
+def test_a_node_need_not_wait_for_the_folder_of_a_save(nodes: list[NodeRank], tmp_path: Path) -> None:
+    """The node of rank 0 may remove what earlier attempts left for longer than anybody has patience."""
+    _begin(nodes, "0b1", 5)
+    nodes[1].take("0b1", 5)
+    assert nodes[1].wait("0b1", commit=True, limit_s=20.0)["failed"] is None
+    nodes[0].take("0b1", 5)
+    assert nodes[0].wait("0b1", commit=True)["failed"] is None
+    check_step(tmp_path, 5, 2)
+
+
+class _DawdlingCondition(threading.Condition):
+    """A lock behind which a writing thread dawdles, so that all others come before it has gone on."""
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        if threading.current_thread().name.startswith("checkpoint "):
+            time.sleep(0.2)
+
+
+def test_a_node_that_has_told_its_end_takes_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SimpleNamespace(Condition=_DawdlingCondition, Thread=threading.Thread)
+    monkeypatch.setattr(node_writer, "threading", slow)
+    with served([CheckpointService(lambda text: None)]) as agent:
+        other = NodeRank(agent, tmp_path, 1, 2, count=1, node_rank=1, num_nodes=2)
+        _begin([other], "0a1", 7)
+        other.take("0a1", 7)
+        assert other.wait("0a1", commit=False)["failed"] is None
+        _begin([other], "0a2", 8)
+
+
+def test_a_node_whose_record_fails_half_way_still_tells_that_it_failed(
+    nodes: list[NodeRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+    failed: list[str] = []
+
+    def rename(source: str, target: str) -> None:
+        if target.endswith("node-1.json") and not failed:
+            failed.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(local_store.os, "rename", rename)
+    _begin(nodes, "0b1", 5)
+    for rank in nodes:
+        rank.take("0b1", 5)
+    assert "node 1: cannot rename" in nodes[0].wait("0b1", commit=True)["failed"]
+    assert failed
+
+
+def test_what_fails_behind_the_commit_is_told_and_the_save_stands(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also lines to a standard output that nobody reads any more, since srun was killed."""
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def refused(root: Location, name: str) -> None:
+        raise StoreError("the quota is used up")
+
+    def gone(path: Location) -> None:
+        raise FileNotFoundError(errno.ENOENT, "somebody was quicker", str(path))
+
+    monkeypatch.setattr(folder, "say", closed)
+    monkeypatch.setattr(folder, "warn", closed)
+    monkeypatch.setattr(folder, "write_latest", refused)
+    monkeypatch.setattr(folder, "remove_checkpoint", gone)
+    (tmp_path / ".step_0000001.tmp-0123").mkdir()
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1, keep=1)]
+    for step in (7, 8):
+        _begin([rank], f"0a{step}", step)
+        rank.take(f"0a{step}", step)
+        assert rank.wait(f"0a{step}", commit=True)["failed"] is None
+        check_step(tmp_path, step, 1)
+    assert left_over(tmp_path) == []
+    log = "\n".join(agent.log)
+    assert "is saved, but" in log and "the quota is used up" in log
+    assert "old checkpoints are left" in log and "somebody was quicker" in log
+
+
+class _Panic(BaseException):
+    """As clients in Rust raise it."""
+
+
+@pytest.mark.parametrize("place", ["write_first_node", "write_boxes", "give_up"])
+def test_a_client_that_panics_fails_the_save_and_the_next_one_is_taken(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def panic(*args: Any) -> None:
+        raise _Panic("called `Option::unwrap()` on a `None` value")
+
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1)]
+    with monkeypatch.context() as patched:
+        patched.setattr(node_save, place, panic)
+        if place == "give_up":
+            patched.setattr(node_save, "write_first_node", panic)
+        _begin([rank], "0a1", 7)
+        rank.take("0a1", 7)
+        assert "Option::unwrap" in rank.wait("0a1", commit=True, limit_s=20.0)["failed"]
+    assert rank.begin("0a2", 8)["busy"] is None
+    rank.take("0a2", 8)
+    assert rank.wait("0a2", commit=True)["failed"] is None
+    check_step(tmp_path, 8, 1)
+
+
+def test_an_agent_of_an_earlier_start_removes_nothing_of_the_next_one(agent: ServedAgent, tmp_path: Path) -> None:
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1, attempt="first")]
+    begin_attempt(locate(tmp_path), "second")
+    (tmp_path / ".step_0000009.tmp-0123").mkdir()
+    _begin([rank], "0a1", 7)
+    rank.take("0a1", 7)
+    assert "another start of the run writes to" in rank.wait("0a1", commit=True)["failed"]
+    assert left_over(tmp_path) == [".step_0000009.tmp-0123"]
+    assert not (tmp_path / "step_0000007").exists()
+
+
+def test_an_agent_of_an_earlier_start_commits_nothing(nodes: list[NodeRank], tmp_path: Path) -> None:
+    begin_attempt(locate(tmp_path), "first")
+    _begin(nodes, "0b1", 5)
+    nodes[0].take("0b1", 5)
+    assert nodes[0].wait("0b1", commit=False)["failed"] is None
+    begin_attempt(locate(tmp_path), "second")
+    nodes[1].take("0b1", 5)
+    assert "another start of the run writes to" in nodes[0].wait("0b1", commit=True)["failed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt"]
+
+
+def test_an_agent_that_does_not_see_what_rank_0_put_into_the_store_is_not_used(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks in a container may see another disk under the same path than the agent outside of it."""
+    monkeypatch.setattr(node_save, "wait_for_file", lambda path: wait_for_file(path, patience_s=0.1))
+    hidden = NodeRank(agent, tmp_path, 0, 1, session="0a", trial=".trial.tmp-0a")
+    assert f"{tmp_path}/.trial.tmp-0a, made by rank 0, is not visible here" in hidden.opened["error"]
+    (tmp_path / ".trial.tmp-0b").write_text("")
+    assert NodeRank(agent, tmp_path, 0, 1, session="0b", trial=".trial.tmp-0b").opened == {"ok": True}
+
+
+def test_a_last_save_lifts_the_rate_of_the_one_before_and_has_none(agent: ServedAgent, tmp_path: Path) -> None:
+    ranks = _two(agent, tmp_path, num_bytes=1000, bytes_per_s=0.01)  # 1000 bytes would take a day
+    _begin(ranks, "0a1", 7)
+    for rank in ranks:
+        rank.take("0a1", 7)
+    assert ranks[0].begin("0a2", 8, hurry=True)["busy"]["step"] == 7
+    assert ranks[0].wait("0a1", commit=True)["failed"] is None
+    for rank in ranks:
+        assert rank.begin("0a3", 8, hurry=True)["busy"] is None
+    for rank in ranks:
+        rank.take("0a3", 8)
+    assert ranks[0].wait("0a3", commit=True)["failed"] is None
+    check_step(tmp_path, 8, 2)
+
+
+def test_memory_that_cannot_be_mapped_is_refused_and_given_back(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unmapped(segment: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(node_writer.Segment, "map", unmapped)
+    before = descriptors_of("self", "test.")
+    rank = NodeRank(agent, tmp_path, 0, 1)
+    assert "the ranks' memory cannot be mapped" in rank.opened["error"]
+    assert descriptors_of("self", "test.") == before + 2, "the rank's own, of its memory and of the index"

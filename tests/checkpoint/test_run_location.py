@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint import local_store
+from hpc_train.checkpoint.attempt import ATTEMPT_FILE, attempt_of, require_attempt
 from hpc_train.checkpoint.find import checkpoints_folder, find_checkpoint
 from hpc_train.checkpoint.location import locate
 from hpc_train.checkpoint.run_location import CLAIM_FILE, note_saved, open_location, run_location
@@ -78,6 +79,17 @@ def test_a_run_does_not_start_anew_because_the_setting_changed(run_dir: Path, tm
     plain_state.save(Alone(), inside / "checkpoints", 3, ELEMENTS)
     with pytest.raises(CheckpointError, match=f"this run's checkpoints are in {inside}/checkpoints"):
         _open(tmp_path / "scratch", inside)
+
+
+def test_of_several_starts_the_last_one_has_the_folder(run_dir: Path) -> None:
+    root = run_location(None, run_dir)
+    require_attempt(root, attempt_of("not opened by anybody"))
+    for key in ("7.0.123.abc", "7.1.456.def"):
+        open_location(root, run_dir, 1, single_world(), attempt_of(key))
+        require_attempt(root, attempt_of(key))
+    with pytest.raises(CheckpointError, match="another start of the run writes to"):
+        require_attempt(root, attempt_of("7.0.123.abc"))
+    assert "abc" not in (run_dir / "checkpoints" / ATTEMPT_FILE).read_text(), "a key is a secret"
 
 
 def test_lack_of_space_is_known_before_the_first_step(run_dir: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,15 @@ from hpc_train.checkpoint import agent_saves, snapshot
 from hpc_train.checkpoint import saver as saver_module
 from hpc_train.checkpoint.folder import steps_newest_first
 from hpc_train.checkpoint.location import locate
-from hpc_train.checkpoint.node_writer import CheckpointService
 from hpc_train.checkpoint.saver import Saver
 from hpc_train.checkpoint.state import StatePiece
 from hpc_train.checkpoint.verify import verify
-from hpc_train.cluster.agent_address import ask_agent
-from hpc_train.cluster.agent_service import Peer, Service
 from hpc_train.config import CheckpointConfig
 from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
-from tests.agents import NODE, served
+from tests.agents import NODE
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.thread_ranks import agents, end_agent
 from tests.ranks import TestRank, run_ranks
 from tests.worlds import make_world
 
@@ -91,7 +87,7 @@ def test_agents_write_what_was_there_when_it_was_copied_to_the_same_bytes_as_ran
     import torch.distributed.checkpoint as dcp
 
     root = tmp_path / "by agents"
-    with _agents(2) as key:
+    with agents(2) as key:
         assert run_ranks(_save_in_turn, 2, str(root), key, nodes) == [([True] * 5, 4)] * 2
     assert _in_root(root) == ["latest", "step_0000003", "step_0000004", "step_0000005"]
     assert plain_state.load(Alone(), root, ELEMENTS) == 5
@@ -121,7 +117,7 @@ def _save_while_busy(me: TestRank, root: str, key: str, when_busy: str) -> tuple
 def test_a_save_that_is_due_while_one_is_written_waits_or_is_left_out(
     tmp_path: Path, when_busy: str, steps: list[int]
 ) -> None:
-    with _agents(1) as key:
+    with agents(1) as key:
         found = run_ranks(_save_while_busy, 2, str(tmp_path / "root"), key, when_busy)
     assert [answers for answers, _ in found] == [[True, len(steps) == 2]] * 2
     assert [step for step, _ in steps_newest_first(locate(tmp_path / "root"))] == steps
@@ -131,43 +127,9 @@ def test_a_save_that_is_due_while_one_is_written_waits_or_is_left_out(
     assert "step 2: the save of step 1 is not done, " in said and action in said
 
 
-class _Ending(Service):
-    """`{"say": "stop"}` ends the agent, as the driver does."""
-
-    name = "stop"
-
-    def __init__(self) -> None:
-        self.end: Callable[[], None] = lambda: None
-
-    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
-        self.end()
-        return {"ok": True}
-
-    def gone(self, peer: Peer) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@contextmanager
-def _agents(num_nodes: int) -> Iterator[str]:
-    """Agents of nodes n1, n2, ... that write checkpoints and can be told to end; their key."""
-    with ExitStack() as stack:
-        key: str | None = None
-        for number in range(1, num_nodes + 1):
-            ending = _Ending()
-            agent = stack.enter_context(served([CheckpointService(print), ending], key, node=f"n{number}"))
-            key, ending.end = agent.key, agent.stop
-        assert key is not None
-        yield key
-
-
 def _end_agent(me: TestRank, key: str, node: str) -> None:
     if me.rank == 0:
-        ask_agent(key, node, {"say": "stop"})
-        while ask_agent(key, node, {"say": "status"}) is not None:
-            time.sleep(0.01)
+        end_agent(key, node)
     make_world(me).control.barrier()
 
 
@@ -185,7 +147,7 @@ def _save_around_an_end(me: TestRank, root: str, key: str, nodes: int, must_last
 def test_ranks_save_by_themselves_when_the_agent_of_any_node_has_ended(
     tmp_path: Path, nodes: int, must_last: bool
 ) -> None:
-    with _agents(nodes) as key:
+    with agents(nodes) as key:
         found = run_ranks(_save_around_an_end, 2, str(tmp_path / "root"), key, nodes, must_last)
     assert [answers for answers, _ in found] == [[True, True, True]] * 2
     assert plain_state.load(Alone(), tmp_path / "root", ELEMENTS) == 3
@@ -196,6 +158,11 @@ def test_ranks_save_by_themselves_when_the_agent_of_any_node_has_ended(
 
 def _save_where_it_fails(me: TestRank, root: str, key: str, on_error: str) -> tuple[list[Any], bool, list[str]]:
     rank = _Rank(me, root, key, on_error=on_error)
+    rank.saver.open(rank.state)
+    if me.rank == 0:
+        Path(root).rmdir()
+        Path(root).write_text("not a folder any more")
+    make_world(me).control.barrier()
     answers: list[Any] = [rank.save(1)]
     while me.rank == 0 and not any("was not saved" in text for text in rank.said):
         rank.saver.look()
@@ -213,14 +180,13 @@ def _save_where_it_fails(me: TestRank, root: str, key: str, on_error: str) -> tu
 def test_a_save_that_fails_beside_the_training_is_told_at_once_and_raised_alike_by_the_next(
     tmp_path: Path, on_error: str
 ) -> None:
-    (tmp_path / "file").write_text("")
-    with _agents(1) as key:
-        found = run_ranks(_save_where_it_fails, 2, str(tmp_path / "file" / "below"), key, on_error)
+    with agents(1) as key:
+        found = run_ranks(_save_where_it_fails, 2, str(tmp_path / "root"), key, on_error)
     assert [has_failed for _, has_failed, _ in found] == [on_error == "stop", False]
     for answers, _, _ in found:
         assert answers[0] is True
         if on_error == "stop":
-            assert "step 1 was not saved: cannot make the folder" in answers[1] and "printed by 0" in answers[1]
+            assert "step 1 was not saved: cannot " in answers[1] and "printed by 0" in answers[1]
             assert "step 3 was not saved" in answers[2]  # 2 was not begun
             assert answers[3] is None
         else:
@@ -249,7 +215,7 @@ def _no_memory(label: str, num_bytes: int) -> Any:
     [("agent", "no node agent answers on n1"), ("memory", "memory for checkpoint.rank_1 are not to be")],
 )
 def test_without_agent_or_memory_ranks_save_by_themselves_or_refuse(tmp_path: Path, what: str, why: str) -> None:
-    with _agents(1) as key:
+    with agents(1) as key:
         used = key if what == "memory" else "no such key"
         found = run_ranks(_open_without, 2, str(tmp_path / "root"), used, "auto", what)
         assert [answer for answer, _ in found] == [True, True]

@@ -67,6 +67,22 @@ def test_a_flow_keeps_its_rate_for_all_that_share_it() -> None:
     assert now[0] == pytest.approx(162.0), "time that nobody used is not made up for"
 
 
+def test_a_flow_in_a_hurry_has_no_rate_any_more_for_one_who_waits_neither() -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 102:
+            flow.hurry()
+
+    flow = Flow(1.0, lambda: now[0], sleep)
+    flow.pass_through(1000)
+    flow.pass_through(1000)  # its turn would come after 1000 s
+    assert 102 < now[0] < 104
+    flow.pass_through(1000)
+    assert now[0] < 104 and flow.num_bytes == 3000
+
+
 def test_a_save_that_is_given_up_ends_within_a_block(tmp_path: Path) -> None:
     placed = place_boxes("file", [("a", (8,), "uint8", Box((0,), (8,))), ("b", (8,), "uint8", Box((0,), (8,)))])
     flow = Flow()

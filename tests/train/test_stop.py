@@ -63,7 +63,7 @@ def test_before_the_limit_there_is_time_for_one_more_step_and_a_save() -> None:
     mark = StopMark(end_time=2000.0, clock=clock)
     mark.completed_step(20.0)
     assert mark.completed_save(40.0) is None
-    clock.now = 2000.0 - mark.reserve_s - 1.0
+    clock.now = 2000.0 - mark.reserve_s() - 1.0
     assert not mark.wanted()
     assert 2000.0 - clock.now > 20.0 + 40.0
     clock.now += 2.0
@@ -71,14 +71,28 @@ def test_before_the_limit_there_is_time_for_one_more_step_and_a_save() -> None:
     assert mark.reason == "the time limit"
 
 
+def test_before_the_limit_there_is_time_for_the_save_that_the_last_one_waits_for() -> None:
+    clock = Clock()
+    mark = StopMark(end_time=2000.0, clock=clock)
+    mark.completed_step(20.0)
+    mark.completed_save(40.0)
+    clock.now = 2000.0 - mark.reserve_s() - 1.0
+    assert mark.wanted(is_saving=True) and 2000.0 - clock.now < 20.0 + 2 * 1.5 * 40.0
+    mark = StopMark(end_time=2000.0, clock=clock)
+    mark.completed_step(20.0)
+    mark.completed_save(40.0)
+    clock.now = 2000.0 - mark.reserve_s(is_saving=True) - 1.0
+    assert not mark.wanted(is_saving=True) and 2000.0 - clock.now > 20.0 + 2 * 40.0
+
+
 def test_a_run_of_one_minute_is_not_used_up_by_the_guess_of_a_save() -> None:
     clock = Clock()
     mark = StopMark(end_time=1060.0, clock=clock)
     mark.completed_step(0.5)
-    assert mark.reserve_s < 25.0
+    assert mark.reserve_s() < 25.0
     mark = StopMark(end_time=1000.0 + 86400.0, clock=clock)
     mark.completed_step(0.5)
-    assert mark.reserve_s > 60.0
+    assert mark.reserve_s() > 60.0
 
 
 def test_a_limit_that_has_passed_already_stops_after_one_step() -> None:
@@ -89,7 +103,7 @@ def test_a_limit_that_has_passed_already_stops_after_one_step() -> None:
 def test_a_warning_time_shorter_than_a_step_and_a_save_is_said_once() -> None:
     mark = StopMark(end_time=2000.0, stop_before_s=30.0, clock=Clock())
     mark.completed_step(5.0)
-    assert mark.reserve_s == 30.0
+    assert mark.reserve_s() == 30.0
     assert mark.completed_save(20.0) is None
     said = mark.completed_save(26.0)
     assert said is not None
