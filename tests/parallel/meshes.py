@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,11 +116,17 @@ def normalised(case: Case) -> Case:
     return Case(**{**vars(case), **changes})
 
 
-def all_cases(meshes: Sequence[tuple[int, int, int]]) -> list[Case]:
-    """Every mixture of options on these meshes, each once."""
-    mixtures = itertools.product(meshes, itertools.product(*FACTORS.values()))
-    cases = (normalised(Case(*mesh, **dict(zip(FACTORS, values, strict=True)))) for mesh, values in mixtures)
-    return list(dict.fromkeys(cases))
+def all_cases(mesh: tuple[int, int, int], seed: int) -> list[Case]:
+    """Every mixture of a model's options on a mesh, each once; of the engine's options each gets some, drawn.
+
+    Every mixture of those too would be a thousand times as many.
+    """
+    chance = random.Random(seed)
+    models, engine = dict(list(FACTORS.items())[:6]), dict(list(FACTORS.items())[6:])
+    mixtures = (dict(zip(models, values, strict=True)) for values in itertools.product(*models.values()))
+    cases = dict.fromkeys(normalised(Case(*mesh, **mixture)) for mixture in mixtures)
+    drawn = ({name: chance.choice(values) for name, values in engine.items()} for _ in cases)
+    return [normalised(replace(case, **options)) for case, options in zip(cases, drawn, strict=True)]
 
 
 def covering(meshes: Sequence[tuple[int, int, int]], seed: int) -> list[Case]:
