@@ -2,7 +2,8 @@
 
 Many ranks write into one file a node, so a line goes out by a single write and carries its origin. The
 record `failure.json` holds the first failure of an attempt: whoever creates it first wins, and the creation
-order is the file system's, so clocks of different nodes do not matter.
+order is the file system's, so clocks of different nodes do not matter. Whoever only lost another rank waits first
+for the record of that one's end.
 """
 
 from __future__ import annotations
@@ -14,12 +15,27 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
 from hpc_train.errors import ExitCode, HpcTrainError
 
 FAILURE_FILE = "failure.json"
+FOLLOWS_S = 2.0
+"""How long a cause is waited for; assumed: an agent records an end in milliseconds, in a second on slow files."""
+_FIRST_PAUSE_S = 0.05
+"""Doubled at each look: all ranks of a large run look at once, and a file system should not suffer from that."""
+
+
+class FailureKind(StrEnum):
+    """Who says what: a rank of itself; whoever watched one that said nothing; a rank that lost another one."""
+
+    OWN = "own"
+    ENDED = "ended"
+    FOLLOWS = "follows"
 
 
 class LineWriter(io.TextIOBase):
@@ -109,35 +125,59 @@ def warn(text: str) -> None:
     say(f"warning: {text}", sys.stderr)
 
 
-def report_failure(error: BaseException, *, run_dir: Path | None, rank: int | None, host: str) -> int:
+def report_failure(
+    error: BaseException,
+    *,
+    run_dir: Path | None,
+    rank: int | None,
+    host: str,
+    kind: FailureKind = FailureKind.OWN,
+    patience_s: float = FOLLOWS_S,
+) -> int:
     """Print an error with its rank and host, record it if it is the first one, and give the exit code.
 
     An error that is the user's to mend is shown as its message; anything else with its traceback. Never
     raises: a full disk must not hide the error that led here.
+
+    kind: of an error that follows from another, the other's record is waited for, for up to patience_s.
     """
     expected = isinstance(error, HpcTrainError)
     exit_code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
-    where = f"rank {rank} on {host}" if rank is not None else host
     trace = "".join(traceback.format_exception(error))
-    say(f"error ({where}, exit code {exit_code}): {error if expected else trace.rstrip()}", sys.stderr)
-    if run_dir is not None:
-        _record_first(
-            run_dir,
-            {
-                "rank": rank,
-                "host": host,
-                "time": timestamp(),
-                "exit_code": exit_code,
-                "message": str(error) or type(error).__name__,
-                "traceback": trace,
-            },
-        )
+    cause = None
+    if kind is FailureKind.FOLLOWS and run_dir is not None:
+        cause = wait_for_failure(run_dir, patience_s)
+    after = f", after that of {origin_of(cause)}" if cause is not None else ""
+    where = origin_of({"rank": rank, "host": host})
+    say(f"error ({where}, exit code {exit_code}{after}): {error if expected else trace.rstrip()}", sys.stderr)
+    if run_dir is not None and cause is None:
+        message = str(error) or type(error).__name__
+        record_failure(run_dir, rank=rank, host=host, exit_code=exit_code, message=message, kind=kind, trace=trace)
     return exit_code
 
 
-def _record_first(run_dir: Path, record: dict[str, object]) -> None:
-    """Write the record whole under a name of its own, then link it: the link fails if another was first."""
-    temporary = run_dir / f".{FAILURE_FILE}.{record['host']}.{os.getpid()}"
+def record_failure(
+    run_dir: Path,
+    *,
+    rank: int | None,
+    host: str,
+    exit_code: int,
+    message: str,
+    kind: FailureKind,
+    trace: str = "",
+) -> None:
+    """Put a failure on record, if it is the first one of the attempt."""
+    record = {
+        "rank": rank,
+        "host": host,
+        "time": timestamp(),
+        "exit_code": exit_code,
+        "message": message,
+        "kind": str(kind),
+        "traceback": trace,
+    }
+    # Written whole under a name of its own, then linked: the link fails if another was first.
+    temporary = run_dir / f".{FAILURE_FILE}.{host}.{os.getpid()}.{threading.get_native_id()}"
     try:
         temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
         os.link(temporary, run_dir / FAILURE_FILE)
@@ -146,13 +186,35 @@ def _record_first(run_dir: Path, record: dict[str, object]) -> None:
     except OSError as problem:
         say(f"warning: the failure could not be recorded in {run_dir}: {problem}", sys.stderr)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def wait_for_failure(run_dir: Path, patience_s: float = FOLLOWS_S) -> dict[str, object] | None:
+    """The first failure of the running attempt, once it is on record, or None after patience_s."""
+    deadline, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
+    while (record := read_failure(run_dir)) is None and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s *= 2
+    return record
 
 
 def read_failure(run_dir: Path) -> dict[str, object] | None:
     """The first failure of the running attempt, or None."""
     try:
         record = json.loads((run_dir / FAILURE_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, json.JSONDecodeError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def kind_of(failure: Mapping[str, object]) -> FailureKind:
+    """What kind of record it is."""
+    told = failure.get("kind")
+    return next((kind for kind in FailureKind if kind == told), FailureKind.OWN)
+
+
+def origin_of(failure: Mapping[str, object]) -> str:
+    """`rank 3 on n2`, or the host alone where no rank is known."""
+    rank, host = failure.get("rank"), failure.get("host")
+    return f"{host}" if rank is None else f"rank {rank} on {host}"

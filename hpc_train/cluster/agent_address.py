@@ -145,7 +145,8 @@ def ask_agent(job_key: str, node: str, message: Mapping[str, Any], *, timeout_s:
     """Send one message to the agent of a node and return its answer; None if no agent answers.
 
     Messages: `{"say": "hello", "rank": 3}` announces the calling process as a rank (the agent takes the process
-    id from the kernel), `{"say": "status"}` asks what it knows, `{"say": "stop"}` ends it.
+    id from the kernel), `{"say": "hello.goodbye", "rank": 3}` that it ends by itself, `{"say": "status"}` asks what the
+    agent knows, `{"say": "stop"}` ends it.
     """
     try:
         connection = AgentConnection.open(job_key, node, timeout_s=timeout_s)

@@ -12,18 +12,31 @@ from pathlib import Path, PurePosixPath
 
 
 @dataclass(frozen=True)
-class _Version:
-    """Names of a version's files and of the numbers in its memory.stat."""
+class Version:
+    """Names of a version's files and of the numbers in its memory.stat.
+
+    kills: the file that counts processes ended for want of memory; counts_below: also those of groups below it.
+    """
 
     limit: str
     used: str
     cached: tuple[str, ...]
+    kills: str
+    counts_below: bool
 
 
 # cited: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel; the sums of version 1 that
 # include the groups below begin with total_.
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_V2 = _Version("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = Version(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+    kills="memory.oom_control",
+    counts_below=False,
+)
+_V2 = Version(
+    "memory.max", "memory.current", ("inactive_file", "active_file"), kills="memory.events", counts_below=True
+)
 
 
 def cgroup_room_bytes(proc: Path = Path("/proc/self")) -> int | None:
@@ -31,15 +44,18 @@ def cgroup_room_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
     Copies of files that the kernel drops when it needs their room count as left.
     """
-    rooms = [room for version, folder in _groups(proc) if (room := _room(version, folder)) is not None]
+    rooms = [room for version, folder in memory_groups(proc) if (room := _room(version, folder)) is not None]
     return min(rooms, default=None)
 
 
-def _groups(proc: Path) -> Iterator[tuple[_Version, Path]]:
-    """The groups of this process that count memory, each with all above it that can be seen."""
+def memory_groups(proc: Path, mountinfo: Path | None = None) -> Iterator[tuple[Version, Path]]:
+    """The groups of a process that count memory, each after all above it that can be seen.
+
+    proc: the process's folder in /proc. mountinfo: where another process is to see the groups; None: the process's own.
+    """
     try:
         memberships = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
-        mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
+        mounts = (mountinfo or proc / "mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in memberships:
@@ -70,7 +86,7 @@ def _mounted(mounts: list[str], kind: str, option: str | None) -> tuple[str, Pat
     return None
 
 
-def _room(version: _Version, folder: Path) -> int | None:
+def _room(version: Version, folder: Path) -> int | None:
     try:
         limit = (folder / version.limit).read_text().strip()
         if limit == "max":

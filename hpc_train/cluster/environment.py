@@ -52,6 +52,9 @@ STOP_SIGNAL_VARIABLE = "HPC_TRAIN_STOP_SIGNAL"
 # How many seconds of warning the job gets in which cases, as a JSON object.
 WARNING_TIMES_VARIABLE = "HPC_TRAIN_WARNING_TIMES"
 
+# Set to True by torchrun and by `hpc-train exec`, which hold the store on MASTER_PORT themselves.
+STORE_IS_HELD_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+
 # measured: MPI's import and init take 0.2 s a rank with these and 1.5 s without, Open MPI 5.0 on two cores.
 _CPU_COMPONENTS = {
     "OMPI_MCA_pml": "ob1",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
+from hpc_train.cluster.environment import STORE_IS_HELD_VARIABLE
 from hpc_train.errors import LaunchError
 
 # cited: netdevice(7), linux/sockios.h and linux/if.h.
@@ -124,13 +125,16 @@ def advertised_address(
 def preset_address(env: Mapping[str, str]) -> tuple[str, int | None] | None:
     """Return MASTER_ADDR and MASTER_PORT where the user has set them: they are respected, not replaced.
 
+    No port where a launcher has set them and holds a store there itself.
+
     Raises:
         LaunchError: MASTER_PORT is no port.
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if port and not (port.isdecimal() and 0 < int(port) < 65536):
         raise LaunchError(f"MASTER_PORT={port!r} is no port from 1 to 65535. Unset it, or set a free port.")
-    return (address, int(port) if port else None) if address else None
+    is_taken = env.get(STORE_IS_HELD_VARIABLE) == "True"
+    return (address, int(port) if port and not is_taken else None) if address else None
 
 
 def common_interfaces(

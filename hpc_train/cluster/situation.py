@@ -4,7 +4,8 @@ Decided from facts of one task, never from a task count or a job name, in this o
 
 1. torchrun's variables. RANK or LOCAL_RANK makes the claim; then all five must be there, or it is refused.
    WORLD_SIZE, MASTER_ADDR and MASTER_PORT without them are presets of the user and claim nothing. A
-   complete set that only repeats what srun or mpirun says (a container hook does this) is not a launcher.
+   complete set that only repeats what srun or mpirun says (a container hook does this) is not a launcher, unless a
+   store is held for it, as under `hpc-train exec`.
 2. mpirun's variables, if they say something other than the Slurm step does: mpirun starts its own daemons
    as a step, and can be called in an interactive step.
 3. A live Slurm step. The shell of `srun --pty bash` is one task, and a world of one was hardly meant: where
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from hpc_train.cluster.environment import STORE_IS_HELD_VARIABLE
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts
 from hpc_train.cluster.slurm import StepFacts, is_pseudo_step, read_job, read_step
 from hpc_train.cluster.whole_number import whole_number
@@ -61,7 +63,7 @@ class RankHint(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticRanks:
-    """torchrun's variables. by_torchrun: its agent's own variables are there too."""
+    """torchrun's variables. by_launcher: those that only torchrun's agent or `hpc-train exec` sets are there too."""
 
     rank: int
     world_size: int
@@ -69,7 +71,7 @@ class ElasticRanks:
     local_world_size: int | None
     master_addr: str
     master_port: int
-    by_torchrun: bool
+    by_launcher: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def find_situation(env: Mapping[str, str], process: ProcessFacts = UNKNOWN_PROCE
     elastic = read_elastic(env)
     step = read_step(env, process)
     mpi = _mpi_claim(env)
-    if elastic is not None and (elastic.by_torchrun or not _repeats(elastic, step, mpi)):
+    if elastic is not None and (elastic.by_launcher or not _repeats(elastic, step, mpi)):
         return Found(
             Situation.ELASTIC,
             f"RANK={elastic.rank} and WORLD_SIZE={elastic.world_size} are set together with LOCAL_RANK, "
@@ -183,7 +185,9 @@ def read_elastic(env: Mapping[str, str]) -> ElasticRanks | None:
         local_world_size=local_world_size,
         master_addr=env["MASTER_ADDR"],
         master_port=port,
-        by_torchrun="TORCHELASTIC_RUN_ID" in env or "TORCHELASTIC_RESTART_COUNT" in env,
+        by_launcher=env.get(STORE_IS_HELD_VARIABLE) == "True"
+        or "TORCHELASTIC_RUN_ID" in env
+        or "TORCHELASTIC_RESTART_COUNT" in env,
     )
 
 

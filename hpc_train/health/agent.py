@@ -1,8 +1,9 @@
 """The node agent: one process a node beside the ranks, in a step of its own, so that it outlives them.
 
-It knows the ranks of its node and says when one of their processes is gone, and it does what services that it is given
-do: it reads the data of its node's ranks. It speaks on an abstract Unix socket and ends on INT, when told to stop, when
-its standard input ends, which the driver holds open, and when whoever started it is gone.
+It watches the ranks of its node and puts on record how one ended that could not say so itself. What else it does are
+services that it is given: it reads the data of its node's ranks, and writes their checkpoints. It speaks on an abstract
+Unix socket and ends on INT, when told to stop, when its standard input ends, which the driver holds open, and when
+whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +27,7 @@ from hpc_train.cluster.agent_address import agent_socket_name, this_node
 from hpc_train.cluster.agent_service import Peer, Service
 from hpc_train.cluster.environment import process_env
 from hpc_train.health.agent_server import AgentServer
+from hpc_train.health.watched_ranks import RankWatch
 from hpc_train.log import timestamp
 
 _PR_SET_PDEATHSIG = 1
@@ -35,18 +35,8 @@ _LAST_LINES_S = 2.0
 """How long the end waits for the log; assumed: less than the driver's patience with agents, which is 3 s."""
 
 
-@dataclass
-class WatchedRank:
-    """A rank's process; `gone` is when it was seen to be gone."""
-
-    rank: int
-    pid: int
-    since: str
-    gone: str | None = None
-
-
 class _Own(Service):
-    """A service of the agent itself, which knows its clients by their process only."""
+    """A service of the agent itself, which has nothing to end."""
 
     def gone(self, peer: Peer) -> None:
         pass
@@ -56,43 +46,13 @@ class _Own(Service):
 
 
 @final
-class _Hello(_Own):
-    """`{"say": "hello", "rank": 3}`: the calling process is that rank, and is watched until it is gone."""
-
-    name = "hello"
-
-    def __init__(self, server: AgentServer, node: str, log: Callable[[str], None]) -> None:
-        self._server, self._node, self._log = server, node, log
-        self.ranks: dict[int, WatchedRank] = {}
-
-    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
-        rank = message.get("rank")
-        if not isinstance(rank, int):
-            raise ValueError("hello needs a rank")
-        try:
-            descriptor = os.pidfd_open(peer.pid)
-        except OSError as problem:
-            raise ValueError(f"process {peer.pid} cannot be watched: {problem.strerror}") from problem
-        watched = self.ranks[rank] = WatchedRank(rank, peer.pid, timestamp())
-        self._server.watch(descriptor, partial(self._gone, descriptor, watched))
-        self._log(f"rank {rank} is process {peer.pid}")
-        return {"ok": True, "node": self._node, "agent_pid": os.getpid()}
-
-    def _gone(self, descriptor: int, watched: WatchedRank) -> None:
-        self._server.forget(descriptor)
-        os.close(descriptor)
-        watched.gone = timestamp()
-        self._log(f"rank {watched.rank}, process {watched.pid}, is gone")
-
-
-@final
 class _Status(_Own):
     """`{"say": "status"}`: what the agent knows."""
 
     name = "status"
 
-    def __init__(self, node: str, hello: _Hello) -> None:
-        self._node, self._hello = node, hello
+    def __init__(self, node: str, watch: RankWatch) -> None:
+        self._node, self._watch = node, watch
         self._started = time.monotonic()
 
     def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
@@ -100,7 +60,7 @@ class _Status(_Own):
             "node": self._node,
             "agent_pid": os.getpid(),
             "up_s": round(time.monotonic() - self._started, 3),
-            "ranks": [vars(watched) for _, watched in sorted(self._hello.ranks.items())],
+            "ranks": [vars(watched) for _, watched in sorted(self._watch.ranks.items())],
         }
 
 
@@ -122,12 +82,12 @@ class _Stop(_Own):
 class Agent:
     """Serves one node until it is stopped. `log` gets a line for each thing worth knowing."""
 
-    def __init__(self, job_key: str, node: str, log: Callable[[str], None]) -> None:
+    def __init__(self, job_key: str, node: str, run_dir: Path, log: Callable[[str], None]) -> None:
         """Raises OSError where the node has an agent of this start already."""
         self._node, self._log = node, log
         self.server = AgentServer(agent_socket_name(job_key, node, os.getuid()), log)
-        hello = _Hello(self.server, node, log)
-        for service in (hello, _Status(node, hello), _Stop(self.stop)):
+        watch = RankWatch(self.server, node, run_dir, log)
+        for service in (watch, _Status(node, watch), _Stop(self.stop)):
             self.server.register(service)
 
     def end_with_input(self, descriptor: int = 0) -> None:
@@ -168,7 +128,7 @@ def run_agent(make_services: Callable[[Callable[[str], None]], Sequence[Service]
         return 0
     with contextlib.closing(_Log(options.run_dir / "logs" / f"agent-{options.node}.log", options.node)) as log:
         try:
-            agent = Agent(options.job_key, options.node, log.say)
+            agent = Agent(options.job_key, options.node, options.run_dir, log.say)
         except OSError as problem:
             log.say(f"no agent here: {problem}")
             print(f"node agent on {options.node}: {problem}", file=sys.stderr)

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO
 
 from hpc_train import log
-from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.environment import STORE_IS_HELD_VARIABLE, process_env
 from hpc_train.cluster.network import advertised_address
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
 from hpc_train.cluster.scratch import cache_variables
@@ -151,7 +151,7 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
     child_env |= cache_variables(env)[0]
     if client is not None and importlib.util.find_spec("torch") is not None:
         # torch's env:// then connects on every rank as a client to the store that this command holds.
-        child_env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        child_env[STORE_IS_HELD_VARIABLE] = "True"
     child = start_child(
         program,
         child_env,

@@ -22,16 +22,18 @@ def rank_of_line(line: bytes) -> int | None:
 
 
 class PipeCopier(threading.Thread):
-    """Copies whole lines from a pipe to several file descriptors until the pipe ends."""
+    """Copies whole lines from a pipe to several file descriptors until the pipe ends; `hear` gets each as well."""
 
-    def __init__(self, pipe: IO[bytes], targets: list[int]) -> None:
+    def __init__(self, pipe: IO[bytes], targets: list[int], hear: Callable[[bytes], None] = lambda line: None) -> None:
         super().__init__(name="pipe copier", daemon=True)
         self._pipe = pipe
         self._targets = targets
+        self._hear = hear
         self.start()
 
     def run(self) -> None:
         for line in self._pipe:
+            self._hear(line)
             whole = line if line.endswith(b"\n") else line + b"\n"
             for target in list(self._targets):
                 try:

@@ -8,12 +8,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from hpc_train import log
-from hpc_train.errors import ConfigError, ExitCode
+from hpc_train.errors import ConfigError, ExitCode, LaunchError
 from hpc_train.launch.find_run import Run, find_run, read_run
 from hpc_train.launch.follow import POLL_S, GrowingFile, rank_of_line
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import node_log
 from hpc_train.launch.record import JOB_LOG
+from hpc_train.launch.submitted_jobs import jobs_in_queue
 from hpc_train.plan.run_files import OUTCOME_FILE, RANKS_FILE, rank_log, read_json
 
 _LOOK_FOR_END_S = 2.0
@@ -118,8 +119,18 @@ def how_it_ended(folder: Path, last_job: str | None) -> str | None:
     if job is not None and job_is_live(job):
         return None
     outcome = read_json(folder / OUTCOME_FILE)
+    if (outcome or {}).get("outcome") != "done" and _is_gone_on_with(folder):
+        return None
     if outcome is not None and read_run(folder).owner is None:
         return f"{outcome.get('outcome')}, exit code {outcome.get('exit_code')}: {outcome.get('reason')}"
     if run.owner is not None:
         return f"the driver is gone without a word: {run.owner.describe()}"
     return "the run is not in the queue, and its folder has no outcome"
+
+
+def _is_gone_on_with(folder: Path) -> bool:
+    """Whether another job waits for this run, as the next one of a chain does."""
+    try:
+        return bool(jobs_in_queue(folder))
+    except LaunchError:
+        return False

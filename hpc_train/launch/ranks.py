@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from hpc_train.errors import LaunchError
 from hpc_train.launch import children, steps
 from hpc_train.launch.debug_terminal import DebugTerminal
 from hpc_train.launch.follow import FileFollower, PipeCopier, rank_of_line, write_all
+from hpc_train.launch.launcher_words import BadEnd, LauncherWords
 from hpc_train.plan.run_files import LOGS_FOLDER, write_atomically
 
 SignalHandler = Callable[[int, FrameType | None], None]
@@ -86,6 +86,7 @@ class RanksEnd:
 
     stopped: what `watch` saw. asked: the signal for which the ranks were asked to save and end. forced: the one for
     which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks'.
+    bad_end: what the launcher said of the first tasks that ended badly.
     """
 
     code: int
@@ -93,6 +94,7 @@ class RanksEnd:
     asked: str | None = None
     forced: str | None = None
     said: tuple[str, ...] = ()
+    bad_end: BadEnd | None = None
 
 
 def run_ranks(
@@ -112,14 +114,14 @@ def run_ranks(
     output = None if is_srun else subprocess.PIPE
     errors = subprocess.PIPE if is_srun else subprocess.STDOUT
     child = children.start_child(argv, start.env, stdout=output, stderr=errors)
-    said: deque[str] = deque(maxlen=5)
-    listener = threading.Thread(target=_pass_on_errors, args=(child, said), daemon=True)
+    words = LauncherWords()
+    listener = threading.Thread(target=_pass_on_errors, args=(child, words), daemon=True)
     listener.start()
     stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun), start.stop_signal)
     terminal = start.terminal or contextlib.nullcontext()
     with children.signals_go_to(_after_terminal(start.terminal, stopper.handle), start.stop_signal), terminal:
         agents = _start_agents(start, say)
-        copier = _copy_output(start, child)
+        copier = _copy_output(start, child, words)
         _watch_in_background(child, stopper, watch)
         code = child.wait()
         _end_agents(agents, start.agents_finish_s, stopper, say, is_srun=is_srun)
@@ -131,7 +133,8 @@ def run_ranks(
         left = children.end_descendants()
     if left:
         say(f"ended {left} processes that the ranks had left behind")
-    return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, tuple(said))
+    said = words.said if is_srun else ()
+    return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, said, words.first_bad_end)
 
 
 def _after_terminal(terminal: DebugTerminal | None, handle: SignalHandler) -> SignalHandler:
@@ -146,14 +149,14 @@ def _after_terminal(terminal: DebugTerminal | None, handle: SignalHandler) -> Si
     return first_to_terminal
 
 
-def _pass_on_errors(child: subprocess.Popen[bytes], said: deque[str]) -> None:
-    """Copy what srun itself says on its standard error to ours, and keep the last lines."""
+def _pass_on_errors(child: subprocess.Popen[bytes], words: LauncherWords) -> None:
+    """Copy what srun itself says on its standard error to ours, and listen to it."""
     if child.stderr is None:
         return
     for line in child.stderr:
         with contextlib.suppress(OSError):
             write_all(2, line)
-        said.append(line.decode(errors="replace").rstrip())
+        words.hear(line)
 
 
 def node_log(run_dir: Path, node: str) -> Path:
@@ -237,13 +240,13 @@ def _end_at_once(agents: subprocess.Popen[bytes], *, is_srun: bool) -> None:
     agents.wait()
 
 
-def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes]) -> PipeCopier | None:
-    """Copy mpirun's output to ours and to the node's log."""
+def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes], words: LauncherWords) -> PipeCopier | None:
+    """Copy mpirun's output, its own words among it, to ours and to the node's log."""
     if child.stdout is None:
         return None
     path = node_log(start.run_dir, start.allocation.nodes[0])
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    return PipeCopier(child.stdout, [1, descriptor])
+    return PipeCopier(child.stdout, [1, descriptor], words.hear)
 
 
 def _follow_logs(start: RanksToStart) -> list[FileFollower]:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 from hpc_train import log
 from hpc_train.config import LaunchConfig
 from hpc_train.errors import ExitCode
+from hpc_train.launch.first_failure import first_failure, keep_failure
+from hpc_train.launch.launcher_words import SLURM_ENDED_IT
 from hpc_train.launch.ranks import RanksEnd
+from hpc_train.log import FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import OUTCOME_FILE, read_json, write_atomically
 
 JOB_LOG = "job.log"
@@ -24,8 +28,6 @@ _RECORDED = re.compile(
     r"PYTHON|CONDA|MODULE|LMOD)[A-Z0-9_]*|LOADEDMODULES|_LMFILES_|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|HOSTNAME|"
     r"TMPDIR|SCRATCH"
 )
-# cited: srun says so of a step that Slurm itself ends.
-_SLURM_ENDED_IT = re.compile(r"CANCELLED AT .* DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE)")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -77,7 +79,9 @@ class Outcome:
 
 
 def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop_signal: int | None = None) -> Outcome:
-    """From the first failure's record, else from what a rank wrote, else from how the launcher ended.
+    """From what a rank says of its own failure, else from what a rank wrote, else from how ranks were ended.
+
+    A run that was asked to end has not failed where its ranks were ended before they could save, and lost each other.
 
     stop_signal: what asks ranks to save and end. It ends a rank that is still starting; the run goes on all the same.
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
@@ -86,13 +90,6 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
         return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
     if end.forced is not None:
         return Outcome("stopped", int(ExitCode.INTERNAL), end.forced, None)
-    failure = log.read_failure(run_dir)
-    if failure is not None and end.code != 0:
-        code = failure.get("exit_code")
-        is_fit = isinstance(code, int) and 0 < code < (256 if any_code else 128)
-        exit_code = code if isinstance(code, int) and is_fit else int(ExitCode.INTERNAL)
-        where = f"rank {failure.get('rank')} on {failure.get('host')}"
-        return Outcome("failed", exit_code, f"{where}: {failure.get('message')}", failure)
     if end.code == 0:
         written = read_json(run_dir / OUTCOME_FILE) or {}
         code = written.get("exit_code", 0)
@@ -102,15 +99,17 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
             str(written.get("reason", "all ranks ended well")),
             None,
         )
-    by_stop_signal = None
-    if stop_signal is not None and end.code in (128 + stop_signal, -stop_signal):
-        by_stop_signal = f"a rank got {signal.Signals(stop_signal).name} before it could handle it"
-    interruption = (
-        end.asked or by_stop_signal or next((line for line in end.said if _SLURM_ENDED_IT.search(line)), None)
-    )
+    failure = first_failure(run_dir, end)
+    if failure is not None and kind_of(failure) is FailureKind.OWN:
+        return _failed(failure, any_code)
+    interruption = _interruption(end, stop_signal)
     if interruption is not None:
-        reason = f"{interruption}; the ranks ended before they could save, so the last complete checkpoint stands"
+        who = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
+        reason = f"{interruption}; the ranks ended before they could save{who}, so the last complete checkpoint stands"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
+    said = f". srun said: {' / '.join(end.said)}" if end.said else ""
+    if failure is not None:
+        return _failed(failure, any_code, said if kind_of(failure) is FailureKind.FOLLOWS else "")
     refused = next((line for line in end.said if "Unable to create step" in line), None)
     if refused is not None:
         reason = (
@@ -118,8 +117,25 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
             "or submit with more nodes, tasks or CPUs"
         )
         return Outcome("failed", int(ExitCode.LAUNCH), reason, None)
-    said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said, None)
+
+
+def _failed(failure: dict[str, Any], any_code: bool, said: str = "") -> Outcome:
+    code = failure.get("exit_code")
+    is_fit = isinstance(code, int) and 0 < code < (256 if any_code else 128)
+    exit_code = code if isinstance(code, int) and is_fit else int(ExitCode.INTERNAL)
+    follows = kind_of(failure) is FailureKind.FOLLOWS
+    lost = "lost another rank or its agent, and nobody saw what ended that: " if follows else ""
+    return Outcome("failed", exit_code, f"{origin_of(failure)}: {lost}{failure.get('message')}{said}", failure)
+
+
+def _interruption(end: RanksEnd, stop_signal: int | None) -> str | None:
+    """What asked for the end of a run whose ranks did not end well."""
+    if end.asked is not None:
+        return end.asked
+    if stop_signal is not None and end.code in (128 + stop_signal, -stop_signal):
+        return f"a rank got {signal.Signals(stop_signal).name} before it could handle it"
+    return next((line for line in end.said if SLURM_ENDED_IT.search(line)), None)
 
 
 def bound_by_progress(outcome: Outcome, stalled: int, config: LaunchConfig) -> Outcome:
@@ -143,6 +159,7 @@ def no_progress(stalled: int, last_end: str, failure: dict[str, Any] | None = No
 
 
 def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str | None) -> None:
+    """Put on record how an attempt ended, and which failure it ended by."""
     record = {
         "outcome": outcome.outcome,
         "exit_code": outcome.exit_code,
@@ -152,14 +169,17 @@ def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str 
         "time": log.timestamp(),
     }
     write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
+    with suppress(OSError):  # a disk that is full now has room for what counts
+        keep_failure(run_dir, outcome.failure)
 
 
 def failure_text(failure: Mapping[str, Any]) -> str:
     """The first failure in words, with its traceback where it is not the user's to mend."""
+    lost = " (it lost another rank or its agent, and nobody saw what ended that)"
     head = (
-        f"first failure: rank {failure.get('rank')} on {failure.get('host')} at {failure.get('time')}, "
+        f"first failure: {origin_of(failure)} at {failure.get('time')}, "
         "exit code "
-        f"{failure.get('exit_code')}: {failure.get('message')}"
+        f"{failure.get('exit_code')}{lost if kind_of(failure) is FailureKind.FOLLOWS else ''}: {failure.get('message')}"
     )
     if failure.get("exit_code") == int(ExitCode.INTERNAL) and failure.get("traceback"):
         return f"{head}\n{str(failure['traceback']).rstrip()}"

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpc_train import log
-from hpc_train.cluster.agent_address import ask_agent, read_job_key, this_node
+from hpc_train.cluster.agent_address import read_job_key, this_node
+from hpc_train.cluster.agent_greeting import Greeting
 from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
@@ -35,6 +36,7 @@ from hpc_train.cluster.environment import (
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import rank_hint
 from hpc_train.cluster.stack_dump import answer_stack_requests
+from hpc_train.comm.lost_peer import says_lost_peer
 from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import num_parameters
@@ -72,6 +74,7 @@ def run_rank(run_dir: Path) -> NoReturn:
         None  # the launcher's number: errors before the ranks are connected name their reporter by it
     )
     rank: int | None = None  # the planned one
+    greeting: Greeting | None = None
     # First of all: a job may be told to stop while its ranks still import.
     stop = StopMark((signal.SIGTERM, signal.Signals[f"SIG{env.get(STOP_SIGNAL_VARIABLE, 'USR2')}"]))
     stop.install()
@@ -86,13 +89,23 @@ def run_rank(run_dir: Path) -> NoReturn:
             with suppress(LaunchError):  # refused later, on all ranks at once
                 rank = plan.lookup(node, hint.local_rank)
                 log.prefix_output(rank, host)
+        if rank is not None:
+            greeting = Greeting(read_job_key(env), this_node(env), rank)
         answer_stack_requests(run_dir, rank, node)
         code = _run(run_dir, plan, stop)
+        _say_goodbye(greeting)
     except BaseException as error:
+        _say_goodbye(greeting)
         code = _leave_behind(error, run_dir, launched, rank, host)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _say_goodbye(greeting: Greeting | None) -> None:
+    """From here on the agent takes the end of this process for its own."""
+    if greeting is not None:
+        greeting.goodbye()
 
 
 def _leave_behind(error: BaseException, run_dir: Path, launched: int | None, rank: int | None, host: str) -> int:
@@ -100,9 +113,10 @@ def _leave_behind(error: BaseException, run_dir: Path, launched: int | None, ran
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank that leaves has the others terminated
     shared_by = getattr(error, "reporter", None)
     if isinstance(error, HpcTrainError) and shared_by not in (None, _rank_of(error, launched)):
-        time.sleep(0.2)  # let the reporter's message and record come first
+        log.wait_for_failure(run_dir)  # let the reporter's message and record come first
         return int(error.exit_code)
-    return log.report_failure(error, run_dir=run_dir, rank=_rank_of(error, rank), host=host)
+    kind = log.FailureKind.FOLLOWS if says_lost_peer(error) else log.FailureKind.OWN
+    return log.report_failure(error, run_dir=run_dir, rank=_rank_of(error, rank), host=host, kind=kind)
 
 
 def _rank_of(error: BaseException, otherwise: int | None) -> int | None:
@@ -120,7 +134,6 @@ def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
     log.prefix_output(world.rank, world.node)
     if world.rank == 0:
         log.say(f"{world.world_size} ranks on {world.num_nodes} nodes are connected over {world.backend}")
-    _greet_agent(world)
     try:
         from hpc_train.config import load_config
 
@@ -150,14 +163,6 @@ def _out_of_memory(error: BaseException) -> ConfigError | None:
         "train.micro_batch_size, data.seq_len or the model's size; with several documents in a row, attention needs a "
         "mask of seq_len x seq_len bytes for each sequence of a micro-batch."
     )
-
-
-def _greet_agent(world: World) -> None:
-    """Tell the node's agent which process is which rank; it notes when one is gone."""
-    env = process_env()
-    job_key = read_job_key(env)
-    if job_key is not None:
-        ask_agent(job_key, this_node(env), {"say": "hello", "rank": world.rank})
 
 
 def _train(

@@ -101,6 +101,8 @@ def test_a_preset_master_address_is_respected() -> None:
     assert preset_address({}) is None
     assert preset_address({"MASTER_ADDR": "n1i"}) == ("n1i", None)
     assert preset_address({"MASTER_ADDR": "n1i", "MASTER_PORT": "29500"}) == ("n1i", 29500)
+    held = {"MASTER_ADDR": "n1i", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert preset_address(held) == ("n1i", None), "somebody else listens there"
     with pytest.raises(LaunchError, match="MASTER_PORT='0'"):
         preset_address({"MASTER_ADDR": "n1i", "MASTER_PORT": "0"})
 

@@ -125,6 +125,7 @@ def test_elastic_variables_that_repeat_the_step_are_no_launcher_unless_torchruns
     env = step_env(RANK="2", WORLD_SIZE="3", LOCAL_RANK="0", MASTER_ADDR="n3", MASTER_PORT="29500")
     assert find_situation(env).situation is Situation.STEP_TASK
     assert find_situation({**env, "TORCHELASTIC_RUN_ID": "x"}).situation is Situation.ELASTIC
+    assert find_situation({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}).situation is Situation.ELASTIC
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,15 @@ print(f"sum {int(total)} size {dist.get_world_size()} local {os.environ['LOCAL_R
 dist.destroy_process_group()
 """
 
+LIBRARY = """\
+import os, hpc_train
+for source in ("auto", "mpi"):
+    world = hpc_train.bootstrap(source)
+    assert str(world.rank) == os.environ["RANK"], (source, world.rank)
+    print(f"{source} is {world.source} with {world.world_size} ranks", flush=True)
+    world.close()
+"""
+
 MPI = """\
 import os
 from mpi4py import MPI

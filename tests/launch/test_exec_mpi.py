@@ -66,6 +66,14 @@ def test_a_program_that_uses_mpi4py_itself_works(tmp_path: Path) -> None:
     assert lines_by_rank(done.stdout) == {rank: ["mpi 3 of 3"] for rank in range(3)}
 
 
+def test_a_program_that_uses_the_library_meets_over_the_store_or_over_mpi_if_it_asks_for_that(tmp_path: Path) -> None:
+    """The port of MASTER_PORT is taken: the command holds the store there."""
+    done = exec_ranks(tmp_path, 2, sys.executable, "-c", programs.LIBRARY)
+    assert done.returncode == 0, done.stderr
+    met = ["auto is env with 2 ranks", "mpi is mpi with 2 ranks"]
+    assert lines_by_rank(done.stdout) == {rank: met for rank in range(2)}
+
+
 def test_every_rank_gets_its_variables_and_none_of_the_command_s_own(tmp_path: Path) -> None:
     done = exec_ranks(tmp_path, 2, sys.executable, "-c", programs.VARIABLES)
     assert done.returncode == 0, done.stderr

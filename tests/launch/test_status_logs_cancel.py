@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import main
+from hpc_train.launch import logs
 from hpc_train.launch.run_folder import Owner, claim, start_ticks, this_process
 from hpc_train.launch.submitted_jobs import SubmittedJob, note_job
 from tests.launch.fakes import FakeCommands
@@ -173,6 +174,23 @@ def test_following_ends_with_the_run(queue: FakeCommands, capfd: pytest.CaptureF
     captured = capfd.readouterr()
     assert captured.out == "2026-11-29T22:10:03.125 n2 r2 | hello\n"
     assert "failed, exit code 4: cut short" in captured.err
+
+
+def test_following_goes_on_while_another_job_of_the_run_waits(
+    queue: FakeCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the jobs of a chain; what is left of it when the run is done ends at once, and is not waited for."""
+    monkeypatch.setattr(logs, "job_is_live", lambda job: False)
+    interrupted = {"outcome": "interrupted", "exit_code": 10, "reason": "stopped after step 5"}
+    folder = make_run("12", interrupted)
+    note_job(folder, SubmittedJob("13", "little-then"))
+    queue.add("squeue", "13|PENDING|little-then|0:00|1:00:00|(Dependency)\n")
+    assert logs.how_it_ended(folder, None) is None
+    (folder / "outcome.json").write_text(json.dumps({"outcome": "done", "exit_code": 0, "reason": "all steps"}))
+    assert logs.how_it_ended(folder, None) == "done, exit code 0: all steps"
+    (folder / "outcome.json").write_text(json.dumps(interrupted))
+    queue.add("squeue", "13|PENDING|somebody else of this number|0:00|1:00:00|(Priority)\n")
+    assert logs.how_it_ended(folder, None) == "interrupted, exit code 10: stopped after step 5"
 
 
 @pytest.fixture

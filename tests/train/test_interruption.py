@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cluster.agent_address import ask_agent, this_node
 from hpc_train.errors import ExitCode
+from hpc_train.launch.run_folder import read_owner
 from tests.faults.plan import FaultPlan
 from tests.ranks import mpi_environment
 from tests.train.runs import hpc_train, metrics, write_config, write_corpus
@@ -51,6 +53,14 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
             return
         assert process.poll() is None, f"ended with {process.returncode} before step {step}"
         assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.05)
+
+
+def wait_for_line(path: Path, text: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while text not in path.read_text():
+        assert process.poll() is None, f"ended with {process.returncode}"
+        assert time.monotonic() < deadline, f"no line {text!r}"
         time.sleep(0.05)
 
 
@@ -113,6 +123,27 @@ def test_ctrl_c_ends_the_run_at_once_where_signals_that_slurm_repeats_wait_for_t
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == ExitCode.INTERNAL
     assert outcome(folder / "run")["outcome"] == "stopped"
+
+
+@pytest.mark.long
+def test_ranks_that_are_killed_before_they_could_save_were_interrupted_and_have_not_failed(folder: Path) -> None:
+    """The warning ends while agents still write the save before; one rank is killed a moment before the other."""
+    slow = ["checkpoint.every=4", "checkpoint.write_bytes_per_s=1000", "checkpoint.finish_s=0"]
+    process = start(folder, *slow)
+    wait_for_step(folder / "run", 5, process)
+    owner = read_owner(folder / "run")
+    assert owner is not None
+    process.terminate()
+    wait_for_line(folder / "run.out", "the save of step 4 is not done", process)
+    status = ask_agent(owner.job_key, this_node({}), {"say": "status"})
+    assert status is not None
+    os.kill(next(entry["pid"] for entry in status["ranks"] if entry["rank"] == 1), signal.SIGKILL)
+    assert process.wait(60) == ExitCode.REQUEUE, (folder / "run.out").read_text()
+    record = outcome(folder / "run")
+    assert (record["outcome"], record["exit_code"]) == ("interrupted", 10)
+    told = "the driver got SIGTERM; the ranks ended before they could save (first rank 1 "
+    assert str(record["reason"]).startswith(told)
+    assert not (folder / "run/failure.json").exists()
 
 
 @pytest.fixture

@@ -99,6 +99,20 @@ def test_a_mesh_of_all_axes_trains_as_one_rank_and_resumes_to_the_bit(folder):
     assert "r3 | this rank: pp 1 of 2, dp 0 of 1, cp 0 of 1, tp 1 of 2; layers 2 to 2, head" in log
 
 
+def test_a_rank_that_is_killed_is_named_with_its_signal_and_not_a_neighbour_that_lost_it(folder):
+    write_config(folder, steps=100000, global_batch_size=6)
+    result = _run(folder, num_ranks=3, faults=FaultPlan().kill(rank=1, step=3))
+    assert result.returncode == ExitCode.INTERNAL
+    record = json.loads((folder / "run/failure.json").read_text())
+    assert (record["rank"], record["kind"], record["exit_code"]) == (1, "ended", 1)
+    assert "killed by signal 9 (SIGKILL)" in record["message"]
+    assert f"first failure: rank 1 on {record['host']}" in result.stderr
+    reason = json.loads((folder / "run/outcome.json").read_text())["reason"]
+    assert reason == f"rank 1 on {record['host']}: {record['message']}"
+    agent = next((folder / "run/logs").glob("agent-*.log")).read_text()
+    assert re.search(r"rank 1, process \d+, is gone without a word", agent)
+
+
 def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder):
     write_config(folder, steps=100000, global_batch_size=6)
     start = time.monotonic()

@@ -40,7 +40,10 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     kill = FaultPlan().kill(rank=5, step=5).environment()
     write_config(tmp_path, global_batch_size=8, launch={"env": {VARIABLE: kill[VARIABLE]}})
     killed = _submit(slurm, tmp_path, "killed", {**ENV, "PYTHONPATH": f"{kill['PYTHONPATH']}:{ROOT}"})
-    assert killed.returncode != 0
+    assert killed.returncode == 1, killed.stdout + killed.stderr
+    failure = json.loads((tmp_path / "killed/failure.json").read_text())
+    assert (failure["rank"], failure["kind"]) == (5, "ended")
+    assert "killed by signal 9 (SIGKILL)" in failure["message"]
     assert [line["step"] for line in metrics(tmp_path / "killed")] == [1, 2, 3, 4]
     write_config(tmp_path, global_batch_size=8)
     again = _submit(slurm, tmp_path, "killed")

@@ -1,0 +1,144 @@
+"""Who is named when ranks end: what they and their agents recorded, against what the launcher said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.launch.first_failure import first_failure
+from hpc_train.launch.launcher_words import BadEnd
+from hpc_train.launch.ranks import RanksEnd
+from hpc_train.launch.record import Outcome, decide_outcome, write_outcome
+
+KILLED = "ended without a word: killed by signal 9 (SIGKILL)"
+LOST = "Connection closed by peer [127.0.0.1]:1234"
+
+
+def table(run_dir: Path, *rows: tuple[int, str, int, str]) -> None:
+    lines = ["rank\thost\tnode_rank\tlocal_rank\tslurm_procid"]
+    lines += [f"{rank}\t{host}\t0\t{local_rank}\t{procid}" for rank, host, local_rank, procid in rows]
+    (run_dir / "ranks.tsv").write_text("\n".join(lines) + "\n")
+
+
+def on_slurm(run_dir: Path) -> None:
+    table(run_dir, (0, "n1", 0, "0"), (1, "n2", 0, "2"), (2, "n1", 1, "1"), (3, "n2", 1, "3"))
+
+
+def on_one_machine(run_dir: Path) -> None:
+    table(run_dir, (0, "vm", 0, "-"), (1, "vm", 1, "-"), (2, "vm", 2, "-"))
+
+
+def recorded(run_dir: Path, kind: str, rank: int, message: str, exit_code: int = 1) -> None:
+    record = {"rank": rank, "host": "n1", "time": "now", "exit_code": exit_code, "message": message, "kind": kind}
+    (run_dir / "failure.json").write_text(json.dumps(record))
+
+
+def decided(run_dir: Path, end: RanksEnd, **more: Any) -> Outcome:
+    outcome = decide_outcome(run_dir, end, **more)
+    write_outcome(run_dir, outcome, attempt=1, job_id=None)
+    return outcome
+
+
+def on_record(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "failure.json").read_text())
+
+
+def test_the_agent_s_record_names_the_rank_that_died(tmp_path: Path) -> None:
+    on_one_machine(tmp_path)
+    recorded(tmp_path, "ended", 1, KILLED)
+    outcome = decided(tmp_path, RanksEnd(137, bad_end=BadEnd("mpirun", (1,), signal=9)))
+    assert (outcome.outcome, outcome.exit_code, outcome.reason) == ("failed", 1, f"rank 1 on n1: {KILLED}")
+    assert on_record(tmp_path)["message"] == KILLED
+
+
+@pytest.mark.parametrize("kind", ["follows", None])
+def test_without_an_agent_the_launcher_names_it(tmp_path: Path, kind: str | None) -> None:
+    """Rank 0 has lost rank 1 and says so, or was ended before it could."""
+    on_slurm(tmp_path)
+    if kind is not None:
+        recorded(tmp_path, kind, 0, LOST)
+    outcome = decided(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (2,), signal=9)))
+    named = "ended without a word; srun says that it was killed by signal 9 (SIGKILL)"
+    assert (outcome.exit_code, outcome.reason) == (1, f"rank 1 on n2: {named}")
+    record = on_record(tmp_path)
+    assert (record["rank"], record["host"], record["kind"], record["message"]) == (1, "n2", "ended", named)
+
+
+def test_the_launcher_adds_the_signal_and_the_memory_that_the_agent_did_not_see(tmp_path: Path) -> None:
+    on_slurm(tmp_path)
+    recorded(tmp_path, "ended", 1, "ended without a word")
+    bad_end = BadEnd("srun", (2,), signal=9, is_out_of_memory=True)
+    outcome = decided(tmp_path, RanksEnd(137, bad_end=bad_end))
+    assert outcome.reason.endswith(
+        "rank 1 on n1: ended without a word; srun says that it was killed by signal 9 (SIGKILL), since memory was out"
+    )
+
+
+def test_of_two_that_were_killed_the_one_that_the_launcher_saw_first_is_named(tmp_path: Path) -> None:
+    """The agent of the first one's node is gone; the other was ended by the launcher, and its agent saw that."""
+    on_slurm(tmp_path)
+    recorded(tmp_path, "ended", 0, KILLED)
+    assert decided(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (3,), signal=11))).reason.startswith("rank 3 on n2")
+
+
+@pytest.mark.parametrize("bad_end", [None, BadEnd("srun", (2,), exit_code=1), BadEnd("srun", (2,), signal=15)])
+def test_where_nobody_saw_an_end_the_rank_that_lost_another_says_so(tmp_path: Path, bad_end: BadEnd | None) -> None:
+    on_slurm(tmp_path)
+    recorded(tmp_path, "follows", 0, LOST)
+    outcome = decided(tmp_path, RanksEnd(1, said=("srun: error: Node failure on n2",), bad_end=bad_end))
+    assert outcome.reason == (
+        f"rank 0 on n1: lost another rank or its agent, and nobody saw what ended that: {LOST}. "
+        "srun said: srun: error: Node failure on n2"
+    )
+
+
+def test_a_rank_s_own_error_counts_most(tmp_path: Path) -> None:
+    on_slurm(tmp_path)
+    recorded(tmp_path, "own", 3, "the disk is full", exit_code=5)
+    end = RanksEnd(137, asked="the driver got SIGTERM", bad_end=BadEnd("srun", (2,), signal=9))
+    outcome = decided(tmp_path, end)
+    assert (outcome.outcome, outcome.exit_code, outcome.reason) == ("failed", 5, "rank 3 on n1: the disk is full")
+
+
+@pytest.mark.parametrize(("kind", "message"), [("ended", KILLED), ("follows", LOST)])
+@pytest.mark.parametrize(
+    ("end", "asked"),
+    [
+        (RanksEnd(137, asked="the driver got SIGTERM"), "the driver got SIGTERM"),
+        (RanksEnd(140), "a rank got SIGUSR2 before it could handle it"),
+        (
+            RanksEnd(137, said=("srun: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-30T10:00:00 DUE TO TIME LIMIT ***",)),
+            "srun: *** STEP 7.0",
+        ),
+    ],
+)
+def test_ranks_that_were_killed_in_an_interruption_are_no_failure(
+    tmp_path: Path, kind: str, message: str, end: RanksEnd, asked: str
+) -> None:
+    """A warning that was too short: the node of one rank was cleared a moment before that of another."""
+    recorded(tmp_path, kind, 0, message)
+    outcome = decided(tmp_path, end, stop_signal=12)
+    assert (outcome.outcome, outcome.exit_code) == ("interrupted", 10)
+    assert outcome.reason.startswith(asked)
+    assert f"(first rank 0 on n1: {message}), so the last complete checkpoint stands" in outcome.reason
+    assert not (tmp_path / "failure.json").exists()
+
+
+def test_ranks_that_the_launcher_killed_since_one_left_with_a_reason_are_no_failure(tmp_path: Path) -> None:
+    """The rank that was to record the reason was killed before it could; the exit code has it."""
+    on_one_machine(tmp_path)
+    recorded(tmp_path, "ended", 0, KILLED)
+    assert decided(tmp_path, RanksEnd(3)).exit_code == 3
+    assert not (tmp_path / "failure.json").exists()
+    recorded(tmp_path, "ended", 0, KILLED)
+    assert first_failure(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (1,), exit_code=4))) is None
+
+
+@pytest.mark.parametrize("end", [RanksEnd(0), RanksEnd(143, forced="the driver got SIGINT"), RanksEnd(143, "too late")])
+def test_ends_that_the_driver_caused_leave_no_failure_behind(tmp_path: Path, end: RanksEnd) -> None:
+    recorded(tmp_path, "ended", 0, KILLED)
+    decided(tmp_path, end)
+    assert not (tmp_path / "failure.json").exists()

@@ -1,0 +1,60 @@
+"""Lines of srun and of mpirun as they were seen, among those of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hpc_train.launch.launcher_words import BadEnd, LauncherWords
+
+
+def heard(lines: Sequence[str]) -> LauncherWords:
+    words = LauncherWords()
+    for line in lines:
+        words.hear(f"{line}\n".encode())
+    return words
+
+
+@pytest.mark.parametrize(
+    ("lines", "bad_end"),
+    [
+        (["srun: error: n2: task 5: Killed", "srun: Terminating StepId=7.0"], BadEnd("srun", (5,), signal=9)),
+        (["srun: error: n[1-2]: tasks 0-2,5: Bus error (core dumped)"], BadEnd("srun", (0, 1, 2, 5), signal=7)),
+        (["srun: error: n2: task 5: Out Of Memory"], BadEnd("srun", (5,), signal=9, is_out_of_memory=True)),
+        (["srun: error: n1: task 0: Exited with exit code 3"], BadEnd("srun", (0,), exit_code=3)),
+        (["srun: error: n1: tasks 0-1: Terminated", "srun: error: n2: task 2: Killed"], BadEnd("srun", (0, 1), 15)),
+        (["srun: error: Unable to create step for job 7: More processors requested than permitted"], None),
+        (["srun: job 7 queued and waiting for resources"], None),
+        (
+            [
+                "prterun noticed that process rank 1 with PID 2525 on node vm exited on",
+                "signal 11 (Segmentation fault).",
+            ],
+            BadEnd("mpirun", (1,), signal=11),
+        ),
+        (
+            ["mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 9 (Killed)."],
+            BadEnd("mpirun", (3,), signal=9),
+        ),
+        (["2026-11-29T22:10:03.123 n2 r3 | srun: error: n2: task 5: Killed"], None),
+    ],
+)
+def test_the_first_bad_end_is_known_by_task_and_by_how_it_came(lines: list[str], bad_end: BadEnd | None) -> None:
+    lines = ["2026-11-29T22:10:03.123 n1 r0 | step 3/6 | loss 1.0", *lines, "srun: error: n3: task 7: Aborted"]
+    if bad_end is None:
+        bad_end = BadEnd("srun", (7,), signal=6)
+    assert heard(lines).first_bad_end == bad_end
+
+
+def test_a_signal_that_asks_for_an_end_is_no_death() -> None:
+    assert BadEnd("srun", (0,), signal=9).is_death
+    assert not BadEnd("srun", (0,), signal=15).is_death
+    assert not BadEnd("srun", (0,), exit_code=9).is_death
+
+
+def test_that_slurm_ended_a_step_is_kept_however_many_lines_follow() -> None:
+    cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-30T10:00:00 DUE TO PREEMPTION ***"
+    killed = [f"srun: error: n{node}: tasks {node}-{node + 7}: Killed" for node in range(100)]
+    assert heard([cancelled, *killed]).said == (cancelled, *killed[-5:])
+    assert heard([cancelled, *killed[:3]]).said == (cancelled, *killed[:3])
