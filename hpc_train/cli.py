@@ -32,18 +32,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (the table is in errors.py)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    ours, verbatim = split_at_dashes(arguments)
-    options, rest = parser.parse_known_args(ours)
-    # argparse gives up on a list of positional arguments at the first option; overrides may follow options.
-    if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
-        options.overrides += rest
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.verbatim = verbatim
-    if verbatim is not None and options.command not in ("submit", "exec", "doctor", "shell"):
-        parser.error(f"nothing may follow `--` after {options.command}")
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         return int(_COMMANDS[options.command](options))
     except HpcTrainError as error:
@@ -112,6 +101,22 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--out", metavar="DIR", help="where to write (default: the run folder)")
     report.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
     return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """A command line as its command reads it; ends the process with words where it is none."""
+    parser = build_parser()
+    ours, verbatim = split_at_dashes(list(arguments))
+    options, rest = parser.parse_known_args(ours)
+    # argparse gives up on a list of positional arguments at the first option; overrides may follow options.
+    if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
+        options.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.verbatim = verbatim
+    if verbatim is not None and options.command not in ("submit", "exec", "doctor", "shell"):
+        parser.error(f"nothing may follow `--` after {options.command}")
+    return options
 
 
 def split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:

@@ -129,7 +129,7 @@ class HdpConfig(Section):
     """
 
     planner: Literal["static", "naive", "balanced"] = "balanced"
-    capacity_tokens: Positive
+    capacity_tokens: Size
     profile: str | None = None
     offload: bool = False
 

@@ -44,6 +44,10 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("model.attention_window=[8,0,8,8]", r"model.attention_window=\[8, 0, 8, 8\]: give a number of tokens above 0"),
         ("model.attention_window=wide", "model.attention_window='wide': give a number of tokens above 0"),
         ("model.block=both", "model.block: .*'serial' or 'parallel'"),
+        (
+            "parallel.hdp={capacity_tokens: 3000000000}",
+            "capacity_tokens: .*less than or equal to 2147483647",
+        ),
         ("train.steps", "is not an override"),
         ("train.steps.more=1", "which is a value"),
         ("data.train.5.weight=1", "not an index"),

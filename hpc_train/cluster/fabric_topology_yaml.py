@@ -115,8 +115,10 @@ def _list(file: YamlFile, path: Path) -> list[Any]:
 
 
 def _name(file: YamlFile, path: Path) -> str:
-    """A text: `yes`, 001 and the like are something else to YAML, and what was written is lost."""
+    """A text, or a number that is written as anyone would; `yes`, 001 and the like are something else to YAML."""
     value = _at(file, path)
+    if type(value) is int and file.written[path] == str(value):
+        return str(value)
     if not isinstance(value, str) or not value:
         found = f"{type(value).__name__} {value!r}"[:60] if value not in (None, "") else "nothing"
         raise file.refuse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -22,10 +22,13 @@ _TOO_DEEP = f"values are nested more than {_MAX_DEPTH} deep, or an alias stands 
 
 @dataclass(frozen=True)
 class YamlFile:
-    """Plain values of a YAML text. lines: the line of each value, by the keys and indices that lead to it."""
+    """Plain values of a YAML text. lines: the line of each value, by the keys and indices that lead to it. written: of
+    whole numbers, as they stand there.
+    """
 
     tree: Any
     lines: Mapping[Path, int]
+    written: Mapping[Path, str]
     source: str
 
     def refuse(self, path: Path, why: str) -> ConfigError:
@@ -50,8 +53,8 @@ def load_yaml_lines(text: str, source: str) -> YamlFile:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         root = loader.get_single_node()
-        lines: dict[Path, int] = {}
-        tree = None if root is None else _value(loader, root, (), lines, (source, _VALUES_A_CHARACTER * len(text)))
+        reading = _Reading(loader, source, _VALUES_A_CHARACTER * len(text))
+        tree = None if root is None else reading.value(root, ())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
@@ -60,33 +63,48 @@ def load_yaml_lines(text: str, source: str) -> YamlFile:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from None
     finally:
         loader.dispose()
-    return YamlFile(tree, lines, source)
+    return YamlFile(tree, reading.lines, reading.written, source)
 
 
-def _value(loader: Any, node: yaml.Node, path: Path, lines: dict[Path, int], file: tuple[str, int]) -> Any:
-    """file: its name, and how many values it may have."""
-    source, most = file
-    line = lines[path] = node.start_mark.line + 1
-    if len(path) > _MAX_DEPTH:
-        raise ConfigError(f"{source}, line {line}: {_TOO_DEEP}")
-    if len(lines) > most:
-        raise ConfigError(f"{source}, line {line}: aliases stand for more than {most} values; write out what is meant")
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, item, (*path, index), lines, file) for index, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return _scalar(loader, node, f"{source}, line {line}")
-    found: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{source}, line {line}: a key has to be a plain word")
-        # As it is written: a node may be called 001, a rack 1e3.
-        key = key_node.value
-        if key in found:
-            raise ConfigError(f"{source}, line {line}: the key {key!r} is given twice")
-        found[key] = _value(loader, value_node, (*path, key), lines, file)
-        lines[(*path, key)] = line
-    return found
+@dataclass
+class _Reading:
+    """most: how many values the file may have."""
+
+    loader: Any
+    source: str
+    most: int
+    lines: dict[Path, int] = field(default_factory=dict)
+    written: dict[Path, str] = field(default_factory=dict)
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        line = self.lines[path] = node.start_mark.line + 1
+        where = f"{self.source}, line {line}"
+        if len(path) > _MAX_DEPTH:
+            raise ConfigError(f"{where}: {_TOO_DEEP}")
+        if len(self.lines) > self.most:
+            raise ConfigError(f"{where}: aliases stand for more than {self.most} values; write out what is meant")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        found = _scalar(self.loader, node, where)
+        if type(found) is int:
+            self.written[path] = node.value
+        return found
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{self.source}, line {line}: a key has to be a plain word")
+            # As it is written: a node may be called 001, a rack 1e3.
+            key = key_node.value
+            if key in found:
+                raise ConfigError(f"{self.source}, line {line}: the key {key!r} is given twice")
+            found[key] = self.value(value_node, (*path, key))
+            self.lines[(*path, key)] = line
+        return found
 
 
 def _scalar(loader: Any, node: yaml.Node, where: str) -> Any:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpc_train.cluster.agent_address import AgentConnection
 from hpc_train.cluster.memory_segment import Segment
-from hpc_train.data.batch_source import Batches, BatchSource, Taken
+from hpc_train.data.batch_source import Batches, BatchSource, HeldoutPart, Taken
 from hpc_train.data.loader import make_batch
 from hpc_train.data.pieces import PiecePart, make_piece_batch
 from hpc_train.data.rows import Part
@@ -104,10 +104,12 @@ class AgentBatches(BatchSource):
     def begin_evaluation(self) -> None:
         self._evaluation += 1
 
-    def heldout_step(self, number: int) -> Batches | None:
+    def heldout_step(self, number: int) -> HeldoutPart | None:
         message = {"say": "data.heldout", "evaluation": self._evaluation, "number": number}
         answer, segment = self._ask(message)
-        return None if answer.get("end") else self._batches(answer, segment)
+        if answer.get("end"):
+            return None
+        return HeldoutPart(self._batches(answer, segment), bytes.fromhex(answer["plan"]))
 
     def close(self) -> None:
         self._connection.close()

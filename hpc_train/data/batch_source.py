@@ -30,6 +30,15 @@ class Taken:
     digest: bytes = b""
 
 
+@final
+@dataclass(frozen=True)
+class HeldoutPart:
+    """One rank's part of a held-out step. digest: as in `Taken`."""
+
+    batches: Batches
+    digest: bytes = b""
+
+
 class BatchSource(ABC):
     """Gives one rank's micro-batches of each step in order, and the position behind each.
 
@@ -67,8 +76,8 @@ class BatchSource(ABC):
         """The held-out rows are given from the first one on."""
 
     @abstractmethod
-    def heldout_step(self, number: int) -> Batches | None:
-        """The micro-batches of the evaluation's next step, from 0; None behind the last. Raises as `step`."""
+    def heldout_step(self, number: int) -> HeldoutPart | None:
+        """The evaluation's next step, from 0; None behind the last. Raises as `step`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,15 +104,14 @@ class OwnBatches(BatchSource):
 
     def step(self, number: int) -> Taken:
         step = self._loader.next_step(number)
-        digest = step.plan.digest if isinstance(step.plan, BatchTable) else b""
-        return Taken(self._batches(step), self._loader.state(), digest)
+        return Taken(self._batches(step), self._loader.state(), _digest(step))
 
     def begin_evaluation(self) -> None:
         self._heldout = self._loader.heldout_steps()
 
-    def heldout_step(self, number: int) -> Batches | None:
+    def heldout_step(self, number: int) -> HeldoutPart | None:
         step = next(self._heldout, None)
-        return None if step is None else self._batches(step)
+        return None if step is None else HeldoutPart(self._batches(step), _digest(step))
 
     def _batches(self, step: Step) -> Batches:
         if isinstance(step.plan, BatchTable):
@@ -112,3 +120,7 @@ class OwnBatches(BatchSource):
 
     def close(self) -> None:
         pass
+
+
+def _digest(step: Step) -> bytes:
+    return step.plan.digest if isinstance(step.plan, BatchTable) else b""

@@ -58,8 +58,10 @@ class Sources:
     heldout: tuple[OpenSource, ...]
 
 
-def open_sources(data: DataConfig, vocab_size: int) -> Sources:
+def open_sources(data: DataConfig, vocab_size: int, *, by_index: bool = False) -> Sources:
     """Open and check every dataset of a run.
+
+    by_index: no token is read, so that ids are checked only where a sidecar tells the largest.
 
     Raises:
         DataError: files are missing, damaged or do not belong together; an id is not below vocab_size; a mask
@@ -68,12 +70,12 @@ def open_sources(data: DataConfig, vocab_size: int) -> Sources:
     train: list[OpenSource] = []
     heldout: list[OpenSource] = []
     for config in data.train:
-        source = _open_source(config, vocab_size)
+        source = _open_source(config, vocab_size, by_index)
         if data.heldout_fraction:
             source, tail = _split_tail(source, data.heldout_fraction)
             heldout.append(tail)
         train.append(source)
-    heldout += [_open_source(config, vocab_size) for config in data.heldout]
+    heldout += [_open_source(config, vocab_size, by_index) for config in data.heldout]
     for source in (*train, *heldout):
         _check_has_labels(source)
     _check_same_tokenizer([*train, *heldout])
@@ -103,12 +105,13 @@ def _check_same_tokenizer(sources: Sequence[OpenSource]) -> None:
             )
 
 
-def _open_source(config: SourceConfig, vocab_size: int) -> OpenSource:
+def _open_source(config: SourceConfig, vocab_size: int, by_index: bool) -> OpenSource:
     tokens = TokenFile.open(config.prefix)
     sidecar = read_sidecar(config.prefix)
     if sidecar is not None:
         _check_sidecar(tokens, sidecar)
-    _check_vocabulary(tokens, sidecar, vocab_size)
+    if sidecar is not None or not by_index:
+        _check_vocabulary(tokens, sidecar, vocab_size)
     return OpenSource(
         tokens=tokens,
         mask=_open_mask(tokens) if config.loss_mask else None,

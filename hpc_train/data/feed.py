@@ -14,7 +14,7 @@ from typing import Any, Literal, final
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.agent_batches import AgentAddress, AgentBatches, ReadingPlace
-from hpc_train.data.batch_source import Batches, BatchSource, OwnBatches, Taken
+from hpc_train.data.batch_source import BatchSource, HeldoutPart, OwnBatches, Taken
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.node_steps import spec_of
 from hpc_train.errors import ConfigError, DataError
@@ -78,14 +78,14 @@ class Feed:
         self._ahead = (number, done)
         return taken.digest
 
-    def heldout(self) -> Iterator[Iterator[Batch | PieceBatch]]:
+    def heldout(self) -> Iterator[HeldoutPart]:
         """The held-out steps, the same at every call. Raises as `micro_batches`."""
         if not self.has_heldout:
             return
         self._source.begin_evaluation()
         number = 0
-        while (batches := self._heldout_step(number)) is not None:
-            yield iter(batches)
+        while (part := self._heldout_step(number)) is not None:
+            yield part
             number += 1
 
     def state(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Feed:
             self._source.restore(self._state)
             return self._source.step(number)
 
-    def _heldout_step(self, number: int) -> Batches | None:
+    def _heldout_step(self, number: int) -> HeldoutPart | None:
         try:
             return self._source.heldout_step(number)
         except AgentGone as problem:

@@ -130,7 +130,7 @@ def lengths_of_step(config: Config, number: int) -> list[int]:
         DataError: as `open_sources`; a source has no tokens.
     """
     data, train = config.data, config.train
-    sources = open_sources(data, config.model.vocab_size).train
+    sources = open_sources(data, config.model.vocab_size, by_index=True).train
     blend = _blend(sources, _pack(sources, data, train.seed, is_packed=False))
     lengths: list[int] = []
     for _ in range(number):

@@ -14,7 +14,7 @@ from hpc_train.plan.axis_bytes import micro_batches_of
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.batch_of_run import check_hdp
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.parameters import check_split, check_tiles
+from hpc_train.plan.parameters import check_rows, check_split
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import plan_stages
@@ -57,8 +57,8 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
         check_hdp(config, mesh)
     else:
         check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
-    check_split(config.model, mesh.tp, config.data.seq_len, parallel.sequence_parallel)
-    check_tiles(parallel.tp_tiles, mesh.tp, config.data.seq_len, train.micro_batch_size, parallel.sequence_parallel)
+    check_split(config.model, mesh.tp)
+    check_rows(config, mesh.tp)
     if parallel.gradient_wire != "fp32" and mesh.dp == 1:
         raise ConfigError(
             f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel; "

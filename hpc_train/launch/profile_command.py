@@ -22,9 +22,14 @@ def profile_command(options: Namespace) -> int:
     if not out.parent.is_dir():
         raise ConfigError(f"--out {options.out}: the folder {out.parent} does not exist; make it, or name another file")
     env = process_env()
-    ranks, per_node = options.ranks, options.ranks_per_node
-    if ranks is None and per_node is None and find_job(env, find_situation(env, own_process())) is None:
-        ranks = 2 * config.parallel.tp  # two hdp ranks are the least that a ring has
+    ranks, per_node, least = options.ranks, options.ranks_per_node, 2 * config.parallel.tp
+    if find_job(env, find_situation(env, own_process())) is None:
+        ranks = ranks or per_node or least
+    if ranks is not None and ranks < least:
+        raise ConfigError(
+            f"{ranks} ranks with parallel.tp={config.parallel.tp} are one hdp rank, and a ring's transfers need two. "
+            f"Start {least} ranks or more"
+        )
     program = [sys.executable, "-m", "hpc_train.train.profile_ranks", options.config, *options.overrides]
     program += ["--out", str(out), "--repeats", str(options.repeats)]
     return exec_command(

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 
@@ -71,12 +71,24 @@ class Results:
     dot_TH: torch.Tensor
 
 
+@final
+@dataclass(frozen=True)
+class Meeting:
+    """The blocks in which a member's queries meet some keys; none shares a query row with another on the same key.
+
+    kept: what kernels have made of them for themselves, so that it is made once for all layers and both ways.
+    """
+
+    blocks: Sequence[Block]
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
 class BlockKernel(ABC):
-    """Computes blocks; blocks of one call share no query row twice with the same key."""
+    """Computes blocks."""
 
     @abstractmethod
     def forward_(
-        self, sums: Sums, q_THD: torch.Tensor, kv_2SKD: torch.Tensor, blocks: Sequence[Block], window: int | None
+        self, sums: Sums, q_THD: torch.Tensor, kv_2SKD: torch.Tensor, meeting: Meeting, window: int | None
     ) -> None:
         """Merge what the blocks' queries get of their keys into the sums."""
 
@@ -87,7 +99,7 @@ class BlockKernel(ABC):
         of_kv_2SKD: torch.Tensor,
         results: Results,
         kv_2SKD: torch.Tensor,
-        blocks: Sequence[Block],
+        meeting: Meeting,
         window: int | None,
     ) -> None:
         """Add the blocks' part of the gradients of queries, keys and values, of `exact_type`."""
@@ -98,9 +110,9 @@ class TileKernel(BlockKernel):
     """Products of tiles, on any device and in any type."""
 
     def forward_(
-        self, sums: Sums, q_THD: torch.Tensor, kv_2SKD: torch.Tensor, blocks: Sequence[Block], window: int | None
+        self, sums: Sums, q_THD: torch.Tensor, kv_2SKD: torch.Tensor, meeting: Meeting, window: int | None
     ) -> None:
-        for tile in _tiles(blocks, window):
+        for tile in _tiles(meeting.blocks, window):
             scores_KRs, _ = _scores(tile, q_THD, kv_2SKD, window)
             log_KR = scores_KRs.logsumexp(dim=2)
             base_KR = log_KR.masked_fill(log_KR == -torch.inf, 0.0)
@@ -114,11 +126,11 @@ class TileKernel(BlockKernel):
         of_kv_2SKD: torch.Tensor,
         results: Results,
         kv_2SKD: torch.Tensor,
-        blocks: Sequence[Block],
+        meeting: Meeting,
         window: int | None,
     ) -> None:
         num_kv_heads = kv_2SKD.shape[2]
-        for tile in _tiles(blocks, window):
+        for tile in _tiles(meeting.blocks, window):
             scores_KRs, q_KRD = _scores(tile, results.q_THD, kv_2SKD, window)
             exact = scores_KRs.dtype
             log_KR1, dot_KR1 = (

@@ -27,9 +27,9 @@ import torch
 from hpc_train.comm.begin import Pending, begin_shift
 from hpc_train.comm.collectives import Group
 from hpc_train.models.attention import AttentionCore
-from hpc_train.parallel.attention_blocks import BlockKernel, Results, Sums, TileKernel, exact_type
+from hpc_train.parallel.attention_blocks import BlockKernel, Meeting, Results, Sums, TileKernel, exact_type
 from hpc_train.parallel.attention_flash import FlashKernel
-from hpc_train.plan.ring_blocks import Block, num_rows, ring_blocks
+from hpc_train.plan.ring_blocks import num_rows, ring_blocks
 
 
 @final
@@ -45,7 +45,7 @@ class Ring:
     members: tuple[int, ...]
     place: int
     group: Group
-    _blocks: dict[tuple[int, int | None], list[Block]] = field(default_factory=dict, repr=False, compare=False)
+    _meetings: dict[tuple[int, int | None], Meeting] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -59,12 +59,12 @@ class Ring:
         """Of the member at each place."""
         return tuple(num_rows(self.lengths, len(self), place) for place in range(len(self)))
 
-    def blocks(self, key_place: int, window: int | None) -> list[Block]:
+    def meeting(self, key_place: int, window: int | None) -> Meeting:
         """What this member's queries see of a member's keys; found once for all layers with this window."""
         key = (key_place, window)
-        if key not in self._blocks:
-            self._blocks[key] = ring_blocks(self.lengths, len(self), self.place, key_place, window)
-        return self._blocks[key]
+        if key not in self._meetings:
+            self._meetings[key] = Meeting(ring_blocks(self.lengths, len(self), self.place, key_place, window))
+        return self._meetings[key]
 
     def begin_shift(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Pending]:
         """Begin to pass tensors on to the next member and to receive those of the one before."""
@@ -113,7 +113,7 @@ class _RingAttention(torch.autograd.Function):
             if step < len(ring) - 1:
                 following = _room(kv_2SKD, ring, step + 1)
                 under_way = ring.begin_shift([kv_2SKD], [following])
-            kernel.forward_(sums, q_THD, kv_2SKD, ring.blocks(ring.source(step), window), window)
+            kernel.forward_(sums, q_THD, kv_2SKD, ring.meeting(ring.source(step), window), window)
             _await(under_way)
             kv_2SKD = following
         result_THD = sums.mean_THD.to(q_THD.dtype)
@@ -137,8 +137,8 @@ class _RingAttention(torch.autograd.Function):
             so_far = [_room(kv_2SKD, ring, step, exact)] if made else []
             under_way = ring.begin_shift([*kept, *made], [*following, *so_far])
             of_kv_2SKD = torch.zeros_like(kv_2SKD, dtype=exact)
-            blocks = ring.blocks(ring.source(step), window)
-            kernel.backward_(of_q_THD, of_kv_2SKD, results, kv_2SKD, blocks, window)
+            meeting = ring.meeting(ring.source(step), window)
+            kernel.backward_(of_q_THD, of_kv_2SKD, results, kv_2SKD, meeting, window)
             _await(under_way)
             for summand in so_far:
                 of_kv_2SKD += summand
@@ -153,12 +153,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _kernel(q_THD: torch.Tensor, window: int | None) -> BlockKernel:
-    """Flash attention where it can, tiles elsewhere.
-
-    Not with windows: torch's operator takes an open right side of a window for the longest number of keys, which hides
-    keys from a block with more queries than that (cited: set_params_fprop in its flash_api.cpp).
-    """
-    return FlashKernel() if window is None and FlashKernel.takes(q_THD) else TileKernel()
+    """Flash attention where it can, tiles elsewhere."""
+    return FlashKernel() if FlashKernel.takes(q_THD, window) else TileKernel()
 
 
 def _joined(k_TKD: torch.Tensor, v_TKD: torch.Tensor, ring: Ring) -> torch.Tensor:

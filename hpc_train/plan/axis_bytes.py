@@ -17,7 +17,7 @@ from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.flat import lay_out
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.parameters import LocalParameter, ModelPart, TensorSplit, check_split, plan_parameters
+from hpc_train.plan.parameters import LocalParameter, ModelPart, TensorSplit, check_rows, check_split, plan_parameters
 from hpc_train.plan.stages import stage_parts
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -80,7 +80,8 @@ def axis_traffic(config: Config, mesh: Mesh) -> tuple[AxisTraffic, ...]:
 
 def every_rank_kind(config: Config, mesh: Mesh) -> Iterator[tuple[tuple[int, int], SentBytes]]:
     """For each (stage, place on the tp axis) what a rank there sends; along dp and cp all ranks are alike."""
-    check_split(config.model, mesh.tp, config.data.seq_len, is_split_by_tokens(config, mesh))
+    check_split(config.model, mesh.tp)
+    check_rows(config, mesh.tp)
     num_micro_batches = micro_batches_of(config, mesh)
     parts = stage_parts(config, mesh)
     for stage in range(mesh.pp):

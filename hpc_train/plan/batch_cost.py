@@ -16,7 +16,9 @@ RESIDENT_LAYERS = 2
 """Layers whose activations stay on the device whatever the offload ratio (cited: ByteScale, arXiv 2502.21231)."""
 
 TICK_S = 1e-14
-"""Derived: attention of 9e-12 s a square (ByteScale's) keeps three digits, 2M tokens on 4,096 ranks stay in 64 bits."""
+"""Derived: attention of 9e-12 s a square (ByteScale's) keeps three digits, 2M tokens on 4,096 ranks stay in 64 bits.
+Slower machines have longer ticks (`batch_problem.finest_costs`).
+"""
 
 Integers = NDArray[np.int64]
 
@@ -48,7 +50,7 @@ class BatchCosts:
     attention_per_square: for each token times token of a sequence. linear_per_token: all that grows with the tokens.
     ring_per_token: of a sequence on a ring, the time of passing all its keys and values once round, which does not
     depend on the ring's size. ring_per_step: what each step of a ring takes beside. per_micro_batch: constant.
-    offload: None where activations stay on the device.
+    offload: None where activations stay on the device. tick_s: how long a tick is, for people.
     """
 
     attention_per_square: int
@@ -57,6 +59,7 @@ class BatchCosts:
     ring_per_step: int = 0
     per_micro_batch: int = 0
     offload: OffloadCosts | None = None
+    tick_s: float = TICK_S
 
     def __post_init__(self) -> None:
         numbers = self.numbers
@@ -97,8 +100,9 @@ class BatchCosts:
         micro_batch_s: float = 0.0,
         num_layers: int = 1,
         copy_s_per_token: float | None = None,
+        tick_s: float = TICK_S,
     ) -> BatchCosts:
-        """Costs from a profile, in ticks of TICK_S.
+        """Costs from a profile, in ticks.
 
         Raises:
             ConfigError: a time is not a number, infinite or negative, or all of them round to nothing.
@@ -116,10 +120,10 @@ class BatchCosts:
                 raise ConfigError(
                     f"{name}={value} in the profile is no time; measure it again (finite seconds, 0 or more)"
                 )
-        *ticks, copying = (round(value / TICK_S) for value in seconds.values())
+        *ticks, copying = (round(value / tick_s) for value in seconds.values())
         offload = None if copy_s_per_token is None else OffloadCosts(num_layers, copying)
         attention, linear, ring, step, constant = ticks
-        return BatchCosts(attention, linear, ring, step, constant, offload)
+        return BatchCosts(attention, linear, ring, step, constant, offload, tick_s)
 
 
 def tokens_per_rank(lengths: Any, sizes: Any) -> Any:

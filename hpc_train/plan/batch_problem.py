@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpc_train.errors import ConfigError
-from hpc_train.plan.batch_cost import MILLI, BatchCosts, Integers, smallest_rings
+from hpc_train.plan.batch_cost import MILLI, TICK_S, BatchCosts, Integers, smallest_rings
 from hpc_train.plan.batch_table import BatchTable
 
 BLOCK_TOKENS = 128
@@ -19,6 +19,8 @@ BLOCK_TOKENS = 128
 SPEED_STEP_MILLI = 10
 """Speeds are rounded to this, so that noise in what was measured does not make every rank one of its kind (assumed)."""
 MAX_BITS = 62
+_LONGEST_TICK = 20
+"""Powers of ten that are tried: the last is 28 hours (assumed: longer than any time of a layer)."""
 
 
 @final
@@ -158,24 +160,80 @@ class BatchProblem:
         return low
 
     def _check_sums(self) -> None:
-        """Planning adds in 64 bits.
-
-        At most the rank-time of all sequences on their smallest rings, as rings grow only where that is faster; or the
-        longest of these times on all ranks, which is what there may be room for.
-        """
+        """Planning adds in 64 bits."""
         if not self.lengths.size:
             return
-        a, b, passing, step, constant = (float(number) for number in self.costs.numbers)
-        lengths, sizes = self.lengths.astype(np.float64), self.smallest_sizes.astype(np.float64)
-        base = (a * lengths**2 + b * lengths) / sizes + (passing * lengths + step * sizes) * (sizes > 1) + constant
-        most = max(float((base * sizes).sum()), len(self.ranks) * float(base.max()), a * float(lengths.max()) ** 2)
-        bound = 2 * most * (MILLI // int(self.ranks.speed_milli.min()) + 1)
+        bound = _most_ticks(self.lengths, self.smallest_sizes, self.ranks, self.costs)
         if bound >= 2.0**MAX_BITS:
             tokens, longest = int(self.lengths.sum()), int(self.lengths.max())
             raise ConfigError(
-                f"a step of {tokens} tokens, the longest sequence having {longest}, may take {bound:.3g} ticks, which "
-                f"does not fit into {MAX_BITS} bits. Use a longer tick"
+                f"a step of {tokens} tokens, the longest sequence having {longest}, may take {bound:.3g} ticks of "
+                f"{self.costs.tick_s:g} s, which does not fit into {MAX_BITS} bits. Give costs in longer ticks"
             )
+
+
+def _most_ticks(
+    lengths: Integers, sizes: Integers, ranks: HdpRanks, costs: BatchCosts, times: float = 1.0, beside: float = 0.0
+) -> float:
+    """What planning may add up to.
+
+    At most the rank-time of all sequences on their smallest rings, as rings grow only where that is faster; or the
+    longest of these times on all ranks, which is what there may be room for.
+
+    Args:
+        times: So often there is each sequence.
+        beside: Rank-time of others.
+    """
+    a, b, passing, step, constant = (float(number) for number in costs.numbers)
+    tokens, size = lengths.astype(np.float64), sizes.astype(np.float64)
+    base = (a * tokens**2 + b * tokens) / size + (passing * tokens + step * size) * (size > 1) + constant
+    work = times * float((base * size).sum()) + beside
+    most = max(work, len(ranks) * float(base.max()), a * float(tokens.max()) ** 2)
+    return 2 * most * (MILLI // int(ranks.speed_milli.min()) + 1)
+
+
+def finest_costs(costs_in: Callable[[float], BatchCosts], ranks: HdpRanks, longest: int, tokens: int) -> BatchCosts:
+    """Costs in the shortest ticks with which planning stays within 64 bits: TICK_S, or longer by a power of ten.
+
+    Args:
+        costs_in: Gives them in ticks of some seconds.
+        longest: Tokens of a sequence at most.
+        tokens: Of a step at most.
+
+    Raises:
+        ConfigError: ticks so long leave nothing of attention.
+    """
+    finest = costs_in(TICK_S)
+    for power in range(_LONGEST_TICK):
+        costs = costs_in(TICK_S * 10**power)
+        if finest.attention_per_square and not costs.attention_per_square:
+            break
+        if _stays_within(costs, ranks, longest, tokens):
+            return costs
+    raise ConfigError(
+        f"steps of up to {tokens} tokens with sequences of up to {longest} cannot be planned in {MAX_BITS} bits with "
+        f"these costs: attention of {finest.attention_per_square * TICK_S:.3g} s for a square of tokens, "
+        f"{finest.linear_per_token * TICK_S:.3g} s a token, {finest.ring_per_token * TICK_S:.3g} s to pass one on. Use "
+        "a smaller train.global_batch_size or data.seq_len, or measure again by `hpc-train profile`"
+    )
+
+
+def _stays_within(costs: BatchCosts, ranks: HdpRanks, longest: int, tokens: int) -> bool:
+    """Steps take longest where all tokens are in the longest sequences, but for what each sequence takes at least."""
+    a, b, passing, step, constant = (float(number) for number in costs.numbers)
+    copying = 0.0 if costs.offload is None else float(costs.offload.copy_per_token)
+    beside = (b + constant) * tokens
+    # Sizes of rings are found in 64 bits themselves.
+    alone = max(a * float(longest) ** 2, (b + passing + copying) * longest, step * len(ranks), beside)
+    if 2 * alone >= 2.0**MAX_BITS:
+        return False
+    problem = BatchProblem(0, np.array([longest], np.int64), ranks, costs, BLOCK_TOKENS)
+    without_offload = -(-longest // (2 * (problem.capacities[-1] // 2)))
+    times = -(-tokens // longest)
+    return all(
+        _most_ticks(problem.lengths, np.array([size]), ranks, costs, times, beside) < 2.0**MAX_BITS
+        for size in (int(problem.smallest_sizes[0]), min(len(ranks), without_offload))
+    )
 
 
 @final

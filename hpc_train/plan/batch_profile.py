@@ -17,15 +17,15 @@ from typing import Any, final
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
 from hpc_train.plan.activations import block_bytes, shape_of
-from hpc_train.plan.axis_bytes import ELEMENT_BYTES
-from hpc_train.plan.batch_cost import BatchCosts
+from hpc_train.plan.axis_bytes import ELEMENT_BYTES, EXACT_BYTES
+from hpc_train.plan.batch_cost import TICK_S, BatchCosts
 from hpc_train.plan.cost import layer_matmul_parameters
 from hpc_train.plan.estimate import MEGATRON_LM
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit
 from hpc_train.plan.stages import stage_parts
 
-VERSION = 1
+VERSION = 2
 _RING_BYTES_PER_S = 11e9
 """Cited: ByteScale (arXiv 2502.21231), a ring step of 16.8 MB in 1.5 ms, on a network of 25e9 bytes/s a card."""
 _CARD_BYTES_PER_S = 25e9
@@ -86,7 +86,7 @@ class Profile:
                 "or leave out parallel.hdp.profile"
             )
 
-    def costs(self, config: Config, mesh: Mesh) -> BatchCosts:
+    def costs(self, config: Config, mesh: Mesh, tick_s: float = TICK_S) -> BatchCosts:
         """In whole ticks, for the mean layer of the run's model.
 
         Layers with a window take time by tokens: a token then sees the window's where it else sees half a sequence.
@@ -102,10 +102,13 @@ class Profile:
             attention_s_per_square=self.attention_s_per_square * (len(windows) - len(seen)) / len(windows),
             linear_s_per_token=self.linear_s_per_token + self.attention_s_per_square * sum(seen) / len(windows),
             ring_s_per_token=self.ring_s_per_byte * key_value_bytes(config, mesh),
-            ring_s_per_step=self.ring_s_per_step,
+            # Gradients go beside keys and values, but for the hop that takes them home: 2 N transfers one behind the
+            # other in a ring of N, or 3 N - 1.
+            ring_s_per_step=self.ring_s_per_step * _times_round(config),
             micro_batch_s=self.micro_batch_s,
             num_layers=most_layers(config, mesh),
             copy_s_per_token=_hidden_copy_bytes(config, mesh) * self.copy_s_per_byte if offload else None,
+            tick_s=tick_s,
         )
 
     @property
@@ -216,6 +219,7 @@ def profile_key(config: Config, mesh: Mesh) -> dict[str, Any]:
         "recompute": config.train.recompute,
         "tp": mesh.tp,
         "sequence_parallel": config.parallel.sequence_parallel,
+        "tp_tiles": config.parallel.tp_tiles,
     }
 
 
@@ -228,11 +232,16 @@ def most_layers(config: Config, mesh: Mesh) -> int:
 def key_value_bytes(config: Config, mesh: Mesh) -> int:
     """What a rank passes on of a token in a layer's forward and backward.
 
-    Keys and values, again in the backward with their gradients, and once more where the forward is done again.
+    Keys and values in both, and once more where the forward is done again; their gradients, which are sums, in fp32.
     """
     split = TensorSplit(mesh.tp, 0, config.parallel.sequence_parallel and mesh.tp > 1)
-    once = 2 * len(split.kv_heads(config.model)) * config.model.head_size * ELEMENT_BYTES[config.train.precision]
-    return once * (3 if config.train.recompute == "none" else 4)
+    numbers = 2 * len(split.kv_heads(config.model)) * config.model.head_size
+    return numbers * (_times_round(config) * ELEMENT_BYTES[config.train.precision] + EXACT_BYTES)
+
+
+def _times_round(config: Config) -> int:
+    """How often keys and values go round a ring in a layer's forward and backward."""
+    return 2 if config.train.recompute == "none" else 3
 
 
 def _hidden_copy_bytes(config: Config, mesh: Mesh) -> int:

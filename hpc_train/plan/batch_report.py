@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
-from hpc_train.plan.batch_cost import TICK_S, Integers
+from hpc_train.plan.batch_cost import Integers
 from hpc_train.plan.batch_of_run import Places, set_up_batches
 from hpc_train.plan.batch_problem import lower_bound
 from hpc_train.plan.batch_profile import Profile, key_value_bytes
@@ -93,7 +93,7 @@ class BatchReport:
 
     def seconds(self, ticks: int | float) -> float:
         """Of all layers of a rank."""
-        return float(ticks) * TICK_S * self.setup.num_layers
+        return float(ticks) * self.setup.costs.tick_s * self.setup.num_layers
 
 
 def report_batch(

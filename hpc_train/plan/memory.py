@@ -30,8 +30,8 @@ from hpc_train.plan.parameters import (
     LocalParameter,
     ModelPart,
     TensorSplit,
+    check_rows,
     check_split,
-    check_tiles,
     num_parameters,
     plan_parameters,
 )
@@ -165,9 +165,8 @@ def nearest_mesh_that_fits(config: Config, mesh: Mesh, usable_bytes: int) -> Mes
 
 
 def _check_mesh(config: Config, mesh: Mesh) -> None:
-    check_split(config.model, mesh.tp, config.data.seq_len, is_split_by_tokens(config, mesh))
-    batch, by_tokens = config.train.micro_batch_size, is_split_by_tokens(config, mesh)
-    check_tiles(config.parallel.tp_tiles, mesh.tp, config.data.seq_len, batch, by_tokens)
+    check_split(config.model, mesh.tp)
+    check_rows(config, mesh.tp)
     check_micro_batches(mesh.pp, micro_batches_of(config, mesh))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_train.config import ModelConfig
+from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
 from hpc_train.plan.flat import Box
 
@@ -92,7 +92,7 @@ def possible_degrees(config: ModelConfig) -> dict[str, list[int]]:
     return {"tp": tp, "pp": list(range(1, config.num_layers + 1))}
 
 
-def check_split(config: ModelConfig, tp: int, seq_len: int, sequence_parallel: bool) -> None:
+def check_split(config: ModelConfig, tp: int) -> None:
     """Refuse a tensor-parallel degree that the model cannot be split by.
 
     Raises:
@@ -106,6 +106,44 @@ def check_split(config: ModelConfig, tp: int, seq_len: int, sequence_parallel: b
         )
     if tp > config.vocab_size:
         raise ConfigError(f"parallel.tp={tp} is more than model.vocab_size={config.vocab_size} token ids")
+
+
+def row_unit(config: Config, tp: int) -> int:
+    """Tokens of which a row of pieces has a multiple, by padding: into so many tp ranks and tiles cut it evenly."""
+    parallel = config.parallel
+    return 1 if tp == 1 else parallel.tp_tiles * (tp if parallel.sequence_parallel else 1)
+
+
+def check_rows(config: Config, tp: int) -> None:
+    """Refuse rows of tokens that tp ranks or tiles do not cut evenly.
+
+    With parallel.hdp rows are padded, and what counts is the capacity: a full row has to stay within it.
+
+    Raises:
+        ConfigError: with the nearest lengths or numbers of tiles that work.
+    """
+    if config.parallel.hdp is not None:
+        _check_capacity(config, config.parallel.hdp.capacity_tokens, row_unit(config, tp))
+    elif tp > 1:
+        _check_seq_len(config.data.seq_len, tp, config.parallel.sequence_parallel)
+        _check_tiles(config, tp)
+
+
+def _check_capacity(config: Config, capacity: int, unit: int) -> None:
+    if capacity % unit == 0:
+        return
+    cut = []
+    if config.parallel.sequence_parallel:
+        cut.append(f"the parallel.tp={config.parallel.tp} ranks of sequence parallel")
+    if config.parallel.tp_tiles > 1:
+        cut.append(f"parallel.tp_tiles={config.parallel.tp_tiles}")
+    raise ConfigError(
+        f"parallel.hdp.capacity_tokens={capacity} is not a multiple of {unit}, into which {' and '.join(cut)} cut a "
+        f"row. Use capacity_tokens={max(1, capacity // unit) * unit}"
+    )
+
+
+def _check_seq_len(seq_len: int, tp: int, sequence_parallel: bool) -> None:
     if sequence_parallel and seq_len % tp:
         below = seq_len // tp * tp
         raise ConfigError(
@@ -114,14 +152,12 @@ def check_split(config: ModelConfig, tp: int, seq_len: int, sequence_parallel: b
         )
 
 
-def check_tiles(num_tiles: int, tp: int, seq_len: int, micro_batch_size: int, sequence_parallel: bool) -> None:
-    """Refuse tiles that do not divide what they cut: a share's tokens with sequence parallel, else a micro-batch's.
-
-    Raises:
-        ConfigError: with the nearest numbers of tiles that work.
-    """
+def _check_tiles(config: Config, tp: int) -> None:
+    """Of a share's tokens with sequence parallel, else of a micro-batch's."""
+    num_tiles, sequence_parallel = config.parallel.tp_tiles, config.parallel.sequence_parallel
+    seq_len, micro_batch_size = config.data.seq_len, config.train.micro_batch_size
     rows = seq_len // tp if sequence_parallel else seq_len * micro_batch_size
-    if tp == 1 or rows % num_tiles == 0:
+    if rows % num_tiles == 0:
         return
     below = max(n for n in range(1, min(num_tiles, rows + 1)) if rows % n == 0)
     above = min((n for n in range(num_tiles + 1, rows + 1) if rows % n == 0), default=None)

@@ -27,7 +27,7 @@ from hpc_train.parallel.split_backward import WeightQueue, queue_weights
 from hpc_train.plan.batch_of_run import batches_of_plan
 from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters
+from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters, row_unit
 from hpc_train.plan.run import Plan
 from hpc_train.plan.stages import stage_parts
 from hpc_train.record import NOT_RECORDED, Recorder
@@ -89,7 +89,7 @@ def build_trainer(
         has_tied=config.model.tied_embeddings,
         seed=config.train.seed,
         dropout=config.model.dropout,
-        token_unit=config.parallel.tp_tiles * (mesh.tp if config.parallel.sequence_parallel else 1),
+        token_unit=row_unit(config, mesh.tp),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hpc_train.cluster.agent_address import read_job_key, this_node
 from hpc_train.cluster.environment import process_env
 from hpc_train.comm.world import World
 from hpc_train.config import Config
+from hpc_train.data.batch_source import Batches
 from hpc_train.data.feed import Feed
 from hpc_train.data.loader import Batch
 from hpc_train.errors import HpcTrainError, LaunchError
@@ -95,7 +97,8 @@ def train(run: Run) -> Stopped | None:
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             run.skipped_steps += result.skipped
-            if config.train.eval_every and _is_due(run.step, config.train.eval_every, config.train.steps):
+            evaluates = config.train.eval_every and _is_due(run.step, config.train.eval_every, config.train.steps)
+            if evaluates and result.has_same_plan:
                 record["eval_loss"] = evaluate(run)
             if run.metrics is not None:
                 run.metrics.write(record)
@@ -107,7 +110,7 @@ def train(run: Run) -> Stopped | None:
             if stopping or _is_due(run.step, config.checkpoint.every, last_step):
                 is_saved = save(run, must_last=stopping or run.step == config.train.steps)
             if not result.has_same_plan:
-                raise _different_plans(run.step + 1)
+                raise _different_plans(f"step {run.step + 1}")
             if stopping:
                 return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
             if run.step == first_step:
@@ -132,8 +135,28 @@ def _check_handlers(run: Run) -> None:
 
 
 def evaluate(run: Run) -> float:
-    """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks."""
-    return run.trainer.evaluate(run.feed.heldout())
+    """Mean held-out loss, nats per supervised token; the same rows at each call. Collective over all ranks.
+
+    Raises:
+        LaunchError: ranks planned a held-out step differently; before they meet in its rings.
+    """
+    return run.trainer.evaluate(_heldout(run))
+
+
+def _heldout(run: Run) -> Iterator[Batches]:
+    """The held-out steps. Those whose sequences ranks share are compared before they are taken, the end too."""
+    parts = run.feed.heldout()
+    if run.config.parallel.hdp is None:
+        yield from (part.batches for part in parts)
+        return
+    for number in itertools.count():
+        part = next(parts, None)
+        compared = run.world.control.compare("the end" if part is None else part.digest.hex(), "")
+        if compared.num_different:
+            raise _different_plans(f"held-out step {number}")
+        if part is None:
+            return
+        yield part.batches
 
 
 def _micro_batches(run: Run) -> Iterator[Batch | PieceBatch]:
@@ -157,14 +180,17 @@ def _compare_first_plan(run: Run) -> None:
     if first_plan is not None and run.step < run.config.train.steps:
         compared = run.world.control.compare(first_plan().hex(), "")
         if compared.num_different:
-            raise _different_plans(run.step + 1)
+            raise _different_plans(f"step {run.step + 1}")
 
 
-def _different_plans(step: int) -> LaunchError:
-    return LaunchError(
-        f"ranks planned step {step} differently, and would wait for each other in its rings. All nodes must see the "
-        "same datasets, configuration and profile, and run the same version"
+def _different_plans(step: str) -> LaunchError:
+    """For all ranks to raise alike."""
+    error = LaunchError(
+        f"ranks planned {step} differently, and would wait for each other in its rings. All nodes must see the same "
+        "datasets, configuration and profile, and run the same version"
     )
+    error.reporter = 0
+    return error
 
 
 def restore(run: Run, loaded: Loaded) -> None:

@@ -22,7 +22,7 @@ from hpc_train.parallel.hybrid import piece_inputs
 from hpc_train.plan.batch import MicroBatch, SequenceSlice
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.groups import HDP
-from hpc_train.plan.parameters import ModelPart, TensorSplit
+from hpc_train.plan.parameters import ModelPart, TensorSplit, row_unit
 
 BLOCK = 128
 """Tokens of the short sequences (assumed: attention hardly counts in them)."""
@@ -93,14 +93,14 @@ def time_layer(config: Config, groups: Groups, device: torch.device, longest: in
     set_initial_weights(model, plans, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     model.to(dtype)
-    shares = split.tp if split.sequence_parallel else 1
-    length, block = sequence_sizes(longest, shares)
+    unit, shares = row_unit(config, split.tp), split.tp if split.sequence_parallel else 1
+    length, block = sequence_sizes(longest, unit)
     hdp, times = groups.along(HDP), []
     for count, tokens in ((1, length), (length // block, block), (1, block)):
         slices = tuple(SequenceSlice(number, 0, tokens) for number in range(count))
         ids = np.zeros(count * tokens, np.int64)
         batch = PieceBatch(hdp.group_rank, MicroBatch(slices), (tokens,) * count, ids, ids)
-        inputs = piece_inputs(batch, hdp, shares, device)
+        inputs = piece_inputs(batch, hdp, unit, device)
         stream = torch.randn(1, count * tokens // shares, config.model.hidden_size, device=device, dtype=dtype)
         stream.requires_grad_()
 

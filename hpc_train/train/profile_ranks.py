@@ -30,6 +30,7 @@ from hpc_train.log import say
 from hpc_train.plan.activations import block_bytes, shape_of
 from hpc_train.plan.batch_profile import Profile, profile_key
 from hpc_train.plan.cost import micro_batch_shape
+from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit
 from hpc_train.plan.run_files import write_atomically
 from hpc_train.train.profile_layer import LayerTimes, time_copy, time_layer, time_ring
@@ -51,17 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     world = bootstrap("env", layout=Layout(tp=config.parallel.tp))
     groups = build_groups(world)
-    report = world.control.all_gather(_measure(config, groups, world.device, options.repeats, world.node))
-    profile, error = None, None
-    if world.rank == 0:
-        try:
-            profile = profile_of_measured(config, groups, report, _origin(world, report))
-        except HpcTrainError as problem:
-            error = problem
     try:
+        world.agree(_too_few(groups.mesh))
+        report = world.control.all_gather(_measure(config, groups, world.device, options.repeats, world.node))
+        profile, error = None, None
+        if world.rank == 0:
+            try:
+                profile = profile_of_measured(config, groups, report, _origin(world, report))
+            except HpcTrainError as problem:
+                error = problem
         world.agree(error)
     except HpcTrainError as problem:
-        if world.rank == 0:
+        if world.rank == problem.reporter:
             say(f"error: {problem}", sys.stderr)
         return int(problem.exit_code)
     if profile is not None:
@@ -75,10 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(config: Config, groups: Groups, device: torch.device, repeats: int, node: str) -> dict[str, Any]:
     """This rank's times, as JSON."""
     hdp, tp = groups.along("dp"), groups.mesh.tp
-    if hdp.group_size < 2:
-        raise ConfigError(
-            f"{groups.mesh.describe()} has one hdp rank, and a ring's transfers need two. Start {2 * tp} ranks or more"
-        )
     longest = micro_batch_shape(config)[1]
     split = TensorSplit(tp, groups.coords["tp"], config.parallel.sequence_parallel)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
@@ -94,6 +92,14 @@ def _measure(config: Config, groups: Groups, device: torch.device, repeats: int,
         "ring_s_per_step": ring.constant_s,
         "copy_s_per_byte": copy,
     }
+
+
+def _too_few(mesh: Mesh) -> ConfigError | None:
+    if mesh.dp > 1:
+        return None
+    return ConfigError(
+        f"{mesh.describe()} has one hdp rank, and a ring's transfers need two. Start {2 * mesh.tp} ranks or more"
+    )
 
 
 def profile_of_measured(config: Config, groups: Groups, report: Sequence[Mapping[str, Any]], origin: str) -> Profile:

@@ -88,7 +88,7 @@ def _emulated(trainer: Any, unit_s: float) -> None:
     import torch
 
     from hpc_train.parallel import ring_attention
-    from hpc_train.parallel.attention_blocks import BlockKernel, Sums
+    from hpc_train.parallel.attention_blocks import BlockKernel, Meeting, Sums
 
     def pairs(blocks: Sequence[Any]) -> int:
         return sum(
@@ -96,13 +96,11 @@ def _emulated(trainer: Any, unit_s: float) -> None:
         )
 
     class Sleeping(BlockKernel):
-        def forward_(self, sums: Sums, q: Any, kv: Any, blocks: Sequence[Any], window: int | None) -> None:
-            time.sleep(2 * pairs(blocks) * COSTS[0] * unit_s)
+        def forward_(self, sums: Sums, q: Any, kv: Any, meeting: Meeting, window: int | None) -> None:
+            time.sleep(2 * pairs(meeting.blocks) * COSTS[0] * unit_s)
 
-        def backward_(
-            self, of_q: Any, of_kv: Any, results: Any, kv: Any, blocks: Sequence[Any], window: int | None
-        ) -> None:
-            time.sleep(4 * pairs(blocks) * COSTS[0] * unit_s)
+        def backward_(self, of_q: Any, of_kv: Any, results: Any, kv: Any, meeting: Meeting, window: int | None) -> None:
+            time.sleep(4 * pairs(meeting.blocks) * COSTS[0] * unit_s)
 
     class Rest(torch.autograd.Function):
         @staticmethod

@@ -50,6 +50,15 @@ def test_the_named_topology_or_the_default_is_read() -> None:
     assert racks.pod_of_leaf == {"b1": "blocks 0", "b2": "blocks 0", "b3": "blocks 1"}
 
 
+def test_names_that_are_plain_numbers_need_no_quotes() -> None:
+    text = TEXT.replace("switch: s1", "switch: 1").replace("switch: s2", "switch: 20").replace("s[1-2]", "1,20")
+    default = read_topology_yaml(text.replace("node[03-04]", "7", 1), "topology.yaml")
+    assert default is not None
+    assert default.nodes["7"].leaves == ("20",) and default.pod_of_leaf == {"1": "root", "20": "root"}
+    racks = read_topology_yaml(text.replace("block: b2", "block: 12"), "topology.yaml", "racks")
+    assert racks is not None and racks.nodes["node03"].leaves == ("12",)
+
+
 def test_a_flat_topology_tells_nothing() -> None:
     assert read_topology_yaml(TEXT, "topology.yaml", "plain") is None
 
@@ -78,6 +87,7 @@ def test_which_topology_is_meant_has_to_be_clear() -> None:
         ("nodes: node[01-02]", "nodes:", None, 9, "expected a name or a host list"),
         ("nodes: node[01-02]", "nodes: yes", None, 9, "found bool True"),
         ("nodes: node[01-02]", "nodes: 001", None, 9, "found int 1"),
+        ("switch: s1", "switch: 0x10", None, 8, "found int 16"),
         ("switch: s1", "switch:", None, 8, "found nothing"),
         ("switch: s1", "switch: [s1]", None, 8, "found list ['s1']"),
         ("block: b2", "block: no", "racks", 21, "found bool False"),

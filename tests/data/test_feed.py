@@ -13,9 +13,9 @@ import pytest
 
 from hpc_train.cluster.agent_address import AgentGone, make_job_key
 from hpc_train.data.agent_batches import AgentAddress, ReadingPlace
-from hpc_train.data.batch_source import BatchSource, OwnBatches, Taken
+from hpc_train.data.batch_source import BatchSource, HeldoutPart, OwnBatches, Taken
 from hpc_train.data.feed import Feed, open_feed
-from hpc_train.data.loader import Batch, Loader
+from hpc_train.data.loader import Loader
 from hpc_train.data.node_reader import DataService
 from hpc_train.errors import ConfigError, DataError
 from tests.agents import NODE, served
@@ -40,6 +40,10 @@ def take(feed: Feed, number: int) -> tuple[list[Any], dict[str, Any]]:
     return [values(batch) for batch in feed.micro_batches(number)], feed.state()
 
 
+def heldout_of(feed: Feed) -> list[list[Any]]:
+    return [[values(batch) for batch in part.batches] for part in feed.heldout()]
+
+
 class Slow(BatchSource):
     """Says when it is asked, and waits to be told to go on."""
 
@@ -62,7 +66,7 @@ class Slow(BatchSource):
 
     def begin_evaluation(self) -> None: ...
 
-    def heldout_step(self, number: int) -> list[Batch] | None:
+    def heldout_step(self, number: int) -> HeldoutPart | None:
         return None
 
     def close(self) -> None:
@@ -100,7 +104,7 @@ def test_both_readers_give_the_same_steps_and_positions(
         address = AgentAddress(agent.key, NODE, "s")
         feed = open_feed(data, train, vocab_size=VOCAB, place=ONLY, agent=address, is_first=True)
         assert [take(feed, number) for number in range(1, 4)] == expected[:3]
-        evaluations = [[[values(batch) for batch in step] for step in feed.heldout()] for _ in range(2)]
+        evaluations = [heldout_of(feed) for _ in range(2)]
         assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2
         assert [take(feed, number) for number in (4, 5)] == expected[3:]
         feed.close()
@@ -118,11 +122,11 @@ def test_when_the_agent_ends_the_ranks_of_its_node_go_on_by_themselves_with_the_
     with served([DataService(lambda line: None)]) as agent:
         feed = open_feed(data, train, vocab_size=VOCAB, place=ONLY, agent=AgentAddress(agent.key, NODE, "s"))
         found = [take(feed, number) for number in range(1, at + 1)]
-    heldout = [[values(batch) for batch in step] for step in feed.heldout()] if at == 3 else None
+    heldout = heldout_of(feed) if at == 3 else None
     found += [take(feed, number) for number in range(at + 1, 7)]
     assert found == expected
     if heldout is not None:
-        assert heldout == [[values(batch) for batch in step] for step in feed.heldout()] != []
+        assert heldout == heldout_of(feed) != []
     feed.close()
     assert "the ranks of this node read by themselves (data.reader=auto)" in capsys.readouterr().err
 

@@ -220,7 +220,7 @@ def test_held_out_rows_are_the_same_in_each_evaluation(agent: ServedAgent, two: 
         for step in range(2):
             expected, found = own.heldout_step(step), [source.heldout_step(step) for source in sources]
             assert found[0] and found[1] and expected
-            assert [values(batch) for batch in found[0]] == [values(batch) for batch in expected]
+            assert [values(batch) for batch in found[0].batches] == [values(batch) for batch in expected.batches]
         assert own.heldout_step(2) is None and [source.heldout_step(2) for source in sources] == [None, None]
     for source in sources:
         source.close()

@@ -205,8 +205,9 @@ def test_held_out_documents_are_the_same_at_each_evaluation(two: list[str]) -> N
     data, train = sections(two)
     data = data.model_copy(update={"heldout": data.train[:1]})
     feed = open_feed(data, train, vocab_size=VOCAB, place=place(0), agent=None, batches=setup_of())
-    rounds = [[[values(batch) for batch in step] for step in feed.heldout()] for _ in range(2)]
+    rounds = [[(part.digest, [values(batch) for batch in part.batches]) for part in feed.heldout()] for _ in range(2)]
     assert rounds[0] == rounds[1] and 1 <= len(rounds[0]) <= train.eval_batches
+    assert all(digest for digest, _ in rounds[0])
     feed.close()
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hpc_train.comm.collectives import Group
-from hpc_train.parallel import attention_blocks
+from hpc_train.parallel import attention_blocks, attention_flash
 from hpc_train.parallel import ring_attention as module
-from hpc_train.parallel.attention_blocks import BlockKernel, Results, Sums, TileKernel
+from hpc_train.parallel.attention_blocks import BlockKernel, Meeting, Results, Sums, TileKernel
 from hpc_train.parallel.attention_flash import FlashKernel
 from hpc_train.parallel.ring_attention import Ring, ring_attention
-from hpc_train.plan.ring_blocks import ring_blocks
+from hpc_train.plan.ring_blocks import Block, ring_blocks
 from hpc_train.record import Kind, NoRecorder, Segment
 from tests.parallel.rings import (
     Case,
@@ -123,7 +126,7 @@ class _Logged(Segment):
         self._log.events.append(f"wait for {self._name}")
 
 
-def _events(me: TestRank) -> tuple[list[str], list[str]]:
+def _events(me: TestRank, dtype: torch.dtype) -> tuple[list[str], list[str]]:
     """Of a forward and a backward of a ring of three."""
     log, plain = _Log(), make_group(me)
 
@@ -136,21 +139,27 @@ def _events(me: TestRank) -> tuple[list[str], list[str]]:
 
     module._kernel = lambda q, window: Logged()  # the process is this test's own
     ring = Ring((24,), (2, 0, 1), (1, 2, 0)[me.rank], Group(plain.ranks, me.rank, plain.handle, "gloo", "hdp", log))
-    q, k, v = (torch.zeros(8, 1, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(8, 1, 2, dtype=dtype, requires_grad=True) for _ in range(3))
     result = ring_attention(q, k, v, ring)
     forward, log.events = log.events, []
     result.sum().backward()
     return forward, log.events
 
 
-def test_the_next_keys_and_values_travel_beside_the_present_block() -> None:
-    """256 bytes are keys and values of 8 tokens, and as many their gradients, which follow a step behind."""
-    both, waits = ["recv 256", "send 256"], ["wait for recv", "wait for send"]
-    for forward, backward in run_ranks(_events, 3):
-        assert forward == [*both, "compute", *waits, *both, "compute", *waits, "compute"]
-        more = ["recv 512", "send 512"]
-        last = [*both, "compute", *waits, *both, *waits]
-        assert backward == [*both, "compute", *waits, *more, "compute", *waits, *last]
+@pytest.mark.parametrize(("dtype", "num_bytes", "of_gradients"), [(torch.float64, 256, 256), (torch.bfloat16, 64, 128)])
+def test_the_next_keys_and_values_travel_beside_the_present_block(
+    dtype: torch.dtype, num_bytes: int, of_gradients: int
+) -> None:
+    """num_bytes: of keys and values of 8 tokens. Their gradients, in fp32 at least, follow a step behind."""
+
+    def beside(size: int) -> list[str]:
+        return [f"recv {size}", f"send {size}", "compute", "wait for recv", "wait for send"]
+
+    for forward, backward in run_ranks(_events, 3, dtype):
+        assert forward == [*beside(num_bytes), *beside(num_bytes), "compute"]
+        home = [word for word in beside(of_gradients) if word != "compute"]
+        all_steps = [num_bytes, num_bytes + of_gradients, of_gradients]
+        assert backward == [*(word for size in all_steps for word in beside(size)), *home]
 
 
 LONG = Case((((0, 1, 2, 3, 4, 5, 6, 7), (64 * 1024,)),), 2, 1, None)
@@ -231,28 +240,33 @@ def _flash_backward(
 
 
 def _by_kernel(case: Case, kernel: TileKernel | FlashKernel, place: int, dtype: torch.dtype, device: str) -> Tensors:
-    """What a member gets in all steps of a ring, without any ring: others' keys are at hand."""
+    """What a member gets in all steps of a ring without windows, and without any ring: others' keys are at hand."""
     (members, lengths) = case.rings[0]
     wholes = [whole_sequence(case, 0, index, length, dtype) for index, length in enumerate(lengths)]
     shares = [[x.to(device) for x in share_of(wholes, len(members), other)] for other in range(len(members))]
     q, _, _, gradient = shares[place]
     kvs = [torch.stack([k, v]) for _, k, v, _ in shares]
-    blocks = [ring_blocks(lengths, len(members), place, other, case.window) for other in range(len(members))]
+    meetings = [Meeting(ring_blocks(lengths, len(members), place, other)) for other in range(len(members))]
     sums = Sums.nothing(q)
-    for kv, of_member in zip(kvs, blocks, strict=True):
-        kernel.forward_(sums, q, kv, of_member, case.window)
+    for kv, meeting in zip(kvs, meetings, strict=True):
+        kernel.forward_(sums, q, kv, meeting, None)
     exact = sums.mean_THD.dtype
     results = Results(q, sums.mean_THD.to(dtype), gradient, sums.log_TH, (sums.mean_THD * gradient).sum(dim=2))
     of_q, of_kvs = torch.zeros_like(q, dtype=exact), [torch.zeros_like(kv, dtype=exact) for kv in kvs]
-    for kv, of_kv, of_member in zip(kvs, of_kvs, blocks, strict=True):
-        kernel.backward_(of_q, of_kv, results, kv, of_member, case.window)
+    for kv, of_kv, meeting in zip(kvs, of_kvs, meetings, strict=True):
+        kernel.backward_(of_q, of_kv, results, kv, meeting, None)
     return sums.mean_THD, sums.log_TH, of_q, *of_kvs
 
 
+ONE_QUERY = Case((((0, 1), (2,)),), 4, 2, None)
+"""The second member's only query sees the first one's only key: torch's kernels have a way of their own for that."""
+
+
 def _compare_kernels(make: Callable[[], FlashKernel], dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Without windows, which flash attention does not take; heads of 8, the least that torch's kernels have."""
     chance = random.Random(11)
-    for _ in range(30):
-        case = drawn_case(chance, 4, 90)
+    for drawn in (ONE_QUERY, *(drawn_case(chance, 4, 90) for _ in range(30))):
+        case = replace(drawn, head_size=8)
         for place in range(len(case.rings[0][0])):
             ours = _by_kernel(case, make(), place, dtype, device)
             theirs = _by_kernel(case, TileKernel(), place, dtype, device)
@@ -274,9 +288,39 @@ def test_tiles_are_chosen_where_flash_attention_cannot_compute(monkeypatch: pyte
     q = torch.zeros(4, 2, 8)
     assert isinstance(module._kernel(q, None), TileKernel)
     assert isinstance(module._kernel(q.bfloat16(), None), TileKernel)
-    monkeypatch.setattr(FlashKernel, "takes", lambda q_THD: True)
+    monkeypatch.setattr(FlashKernel, "takes", lambda q_THD, window: window is None)
     assert isinstance(module._kernel(q, None), FlashKernel)
     assert isinstance(module._kernel(q, 3), TileKernel)
+
+
+def test_flash_attention_is_for_gpus_and_half_precision_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def takes(head_size: int, window: int | None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> bool:
+        q: Any = SimpleNamespace(shape=(4, 2, head_size), dtype=dtype, device=torch.device(device))
+        return FlashKernel.takes(q, window)
+
+    assert takes(8, None) and takes(256, None)
+    assert not takes(8, 3) and not takes(4, None) and not takes(264, None)
+    assert not takes(8, None, torch.float32) and not takes(8, None, device="cpu")
+
+
+def test_what_flash_attention_is_called_with_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each copy of it waits for the device."""
+    made: list[bool] = []
+    make = attention_flash._call
+
+    def counted(blocks: Sequence[Block], is_diagonal: bool, device: torch.device) -> Any:
+        made.append(is_diagonal)
+        return make(blocks, is_diagonal, device)
+
+    monkeypatch.setattr(attention_flash, "_call", counted)
+    monkeypatch.setattr(module, "_kernel", lambda q, window: FlashKernel(_flash_forward, _flash_backward))
+    ring = Ring((9, 4), (0,), 0, make_group(TestRank(0, 1, None, timedelta())))
+    for _ in range(3):
+        q, k, v = (torch.randn(13, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        ring_attention(q, k, v, ring).sum().backward()
+    assert made == [True]
 
 
 def test_the_plain_softmax_of_these_tests_is_torch_s() -> None:

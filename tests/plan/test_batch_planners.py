@@ -277,7 +277,7 @@ def test_what_a_refusal_says_would_fit_does():
         (lambda: HdpRanks.make([512] * 2, None, ([0, 0], [0, 0], [0, 0])), "each of them once"),
         (
             lambda: BatchProblem.make(0, [2**20] * 4, HdpRanks.alike(2048, 512), BatchCosts(10**9, 1)),
-            "Use a longer tick",
+            "Give costs in longer ticks",
         ),
     ],
 )

@@ -13,7 +13,14 @@ import pytest
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_cost import TICK_S
-from hpc_train.plan.batch_profile import Profile, derived_profile, load_profile, profile_key, profile_of
+from hpc_train.plan.batch_profile import (
+    Profile,
+    derived_profile,
+    key_value_bytes,
+    load_profile,
+    profile_key,
+    profile_of,
+)
 from hpc_train.plan.mesh import Mesh
 from tests.plan.reports import make_config
 
@@ -81,8 +88,8 @@ def test_a_file_gives_the_same_profile_and_a_changed_one_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "is not a profile"), ("[]", "is not a profile"), ('{"version": 1, "hash": "x"}', "is not a profile"),
-     ('{"version": 9, "hash": "x"}', "is a profile of version 9; this program reads 1")],
+    [("", "is not a profile"), ("[]", "is not a profile"), ('{"version": 2, "hash": "x"}', "is not a profile"),
+     ('{"version": 9, "hash": "x"}', "is a profile of version 9; this program reads 2")],
 )  # fmt: skip
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "costs.json"
@@ -99,6 +106,8 @@ def test_a_profile_of_another_model_is_refused() -> None:
         profile.costs(hdp_config(model={"hidden_size": 512}), MESH)
     with pytest.raises(ConfigError, match="tp 2 and not 4"):
         profile.costs(hdp_config(parallel={"tp": 4}), Mesh(pp=1, dp=4, cp=1, tp=4))
+    with pytest.raises(ConfigError, match="tp_tiles 1 and not 2"):
+        profile.costs(hdp_config(parallel={"tp_tiles": 2}), MESH)
 
 
 def test_costs_are_whole_ticks_of_the_times() -> None:
@@ -106,11 +115,26 @@ def test_costs_are_whole_ticks_of_the_times() -> None:
     assert all(isinstance(number, int) for number in costs.numbers)
     assert costs.attention_per_square == round(9.21e-12 / TICK_S)
     assert costs.linear_per_token == round(3.5e-7 / TICK_S)
-    # 4 of 8 groups of 128 numbers of 2 bytes, keys and values; forward, again, and twice in the backward.
-    assert costs.ring_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * 2 * 4 / TICK_S, abs=1)
+    # 4 of 8 groups of 128 numbers, keys and values; forward, again, backward in 2 bytes, and gradients in 4.
+    assert costs.ring_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * (3 * 2 + 4) / TICK_S, abs=1)
     assert costs.offload is None
     offload = measured().costs(hdp_config(hdp={"offload": True}), MESH).offload
     assert offload is not None and offload.num_layers == 32 and offload.copy_per_token > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute", "num_bytes", "num_transfers"),
+    [("bf16", "none", 2 * 2 + 4, 2), ("bf16", "full", 3 * 2 + 4, 3), ("fp32", "none", 3 * 4, 2),
+     ("fp32", "selective", 4 * 4, 3)],
+)  # fmt: skip
+def test_gradients_go_round_in_fp32_and_a_ring_s_latency_is_that_of_all_its_transfers(
+    precision: str, recompute: str, num_bytes: int, num_transfers: int
+) -> None:
+    """As `test_the_next_keys_and_values_travel_beside_the_present_block` counts them in real rings."""
+    config = hdp_config(train={"precision": precision, "recompute": recompute})
+    assert key_value_bytes(config, MESH) == 2 * 4 * 128 * num_bytes
+    costs = measured(config, ring_s_per_step=1e-6).costs(config, MESH)
+    assert costs.ring_per_step == round(num_transfers * 1e-6 / TICK_S)
 
 
 def test_a_window_turns_attention_into_time_by_tokens() -> None:

@@ -14,13 +14,14 @@ import pytest
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_check import check_batch_plan
+from hpc_train.plan.batch_cost import TICK_S
 from hpc_train.plan.batch_of_run import check_hdp, set_up_batches
 from hpc_train.plan.batch_page import batch_page_html
 from hpc_train.plan.batch_profile import derived_profile
 from hpc_train.plan.batch_report import BatchReport, batch_json, batch_text, report_batch, runs_text
 from hpc_train.plan.batch_setup import BatchSetup
 from hpc_train.plan.mesh import Mesh
-from tests.plan.test_batch_profile import hdp_config, measured
+from tests.plan.test_batch_profile import TIMES, hdp_config, measured
 
 MESH = Mesh(pp=1, dp=12, cp=1, tp=2)
 LENGTHS = [60_000, 20_000, 9000, *[3000] * 20, *[200] * 50, 1]
@@ -126,11 +127,35 @@ def test_agents_plan_alike_from_what_they_are_sent() -> None:
     assert received.to_json() == setup.to_json()
 
 
+@pytest.mark.parametrize("hdp", [{}, {"offload": True}])
+@pytest.mark.parametrize("slower", [1.0, 1e5, 1e8])
+def test_a_slow_machine_s_plan_is_that_of_a_fast_one_in_longer_ticks(hdp: dict[str, object], slower: float) -> None:
+    """Also where all of a step's tokens are in the longest sequences."""
+    config = hdp_config(hdp=hdp, train={"recompute": "none", "global_batch_size": 16})
+    fast = measured(config, micro_batch_s=0.0)
+    times = {name: getattr(fast, name) * slower for name in TIMES}
+    for lengths in (LENGTHS, [65536] * 16):
+        usual, slow = (report_batch(config, MESH, 1, lengths, profile) for profile in (fast, replace(fast, **times)))
+        assert usual.setup.costs.tick_s == TICK_S and (slow.setup.costs.tick_s > TICK_S) == (slower > 1)
+        # Three digits of attention's cost are left.
+        found = slow.seconds(slow.planned.times.makespan) / usual.seconds(usual.planned.times.makespan)
+        assert found == pytest.approx(slower, rel=0.01)
+
+
+def test_times_too_far_apart_for_64_bits_are_refused_with_what_they_are() -> None:
+    config = hdp_config()
+    with pytest.raises(ConfigError, match=r"planned in 62 bits .*attention of 9.21e-12 s .* 1e\+03 s a token"):
+        set_up_batches(config, MESH, measured(config, linear_s_per_token=1e3))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"hdp": {"capacity_tokens": 127}}, "capacity_tokens=127 is less than one block of attention .128 tokens"),
-        ({"hdp": {"capacity_tokens": 8191}, "parallel": {"sequence_parallel": True}}, "Use 8190"),
+        ({"hdp": {"capacity_tokens": 8191}, "parallel": {"sequence_parallel": True}}, "Use capacity_tokens=8190"),
+        ({"hdp": {"planner": "static", "offload": True}, "train": {"recompute": "none"}},
+         "offload has no effect with parallel.hdp.planner=static, .* Leave it out, or use another planner"),
+        ({"hdp": {"planner": "static", "capacity_tokens": 1000}}, "or parallel.hdp.offload=true with planner=balanced"),
         ({"hdp": {"offload": True}}, "train.recompute=selective does not keep. Use train.recompute=none"),
         ({"parallel": {"pp": 2, "virtual_stages": 2}}, "virtual_stages=2 does not go with parallel.hdp"),
         ({"hdp": {"capacity_tokens": 1000}},

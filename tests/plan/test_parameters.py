@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config import ModelConfig
+from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
+from hpc_train.launch.checks import check_sizes
 from hpc_train.models.transformer import Transformer
+from hpc_train.plan.memory import fullest_stage
+from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import (
     LocalParameter,
     ModelPart,
     TensorSplit,
+    check_rows,
     check_split,
     num_parameters,
     plan_parameters,
+    row_unit,
 )
 from hpc_train.plan.stages import split_layers
+from tests.plan.reports import make_config
 
 SEQ_LEN = 12
 
@@ -89,15 +97,47 @@ def test_a_vocabulary_that_does_not_divide_is_shared_out_to_the_last_id() -> Non
 
 
 @pytest.mark.parametrize(
-    ("tp", "seq_len", "sequence_parallel", "message"),
+    ("tp", "message"),
     [
-        (5, 12, False, "parallel.tp=5 does not split model.num_heads=12.*Use tp=1, 2, 3, 4, 6 or 12"),
-        (8, 12, False, "parallel.tp=8 does not split"),
-        (3, 13, True, "data.seq_len=13 is not a multiple of parallel.tp=3.*Use seq_len=12 or 15"),
+        (5, "parallel.tp=5 does not split model.num_heads=12.*Use tp=1, 2, 3, 4, 6 or 12"),
+        (8, "parallel.tp=8 does not split"),
     ],
 )
-def test_splits_that_do_not_work_are_refused_with_those_that_do(
-    tp: int, seq_len: int, sequence_parallel: bool, message: str
-) -> None:
+def test_splits_that_do_not_work_are_refused_with_those_that_do(tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_split(make_model("llama", None, tied=False), tp, seq_len, sequence_parallel)
+        check_split(make_model("llama", None, tied=False), tp)
+
+
+def _rows(seq_len: int, hdp: dict[str, Any] | None = None, **parallel: Any) -> Config:
+    return make_config({"tp": 2, "hdp": hdp, **parallel}, data={"seq_len": seq_len, "train": [{"prefix": "x"}]})
+
+
+def test_sequences_that_tp_does_not_share_are_refused_with_the_nearest_that_it_does() -> None:
+    check_rows(_rows(12, sequence_parallel=True), 2)
+    with pytest.raises(ConfigError, match=r"data.seq_len=13 is not a multiple of parallel.tp=2.*Use seq_len=12 or 14"):
+        check_rows(_rows(13, sequence_parallel=True), 2)
+    check_rows(_rows(13), 2)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "parallel", "message"),
+    [
+        (513, {"sequence_parallel": True}, "not a multiple of 2, into which the parallel.tp=2 ranks .*_tokens=512$"),
+        (514, {"sequence_parallel": True, "tp_tiles": 2}, "multiple of 4, .* and parallel.tp_tiles=2 .*_tokens=512$"),
+        (514, {"tp_tiles": 3}, "not a multiple of 3, into which parallel.tp_tiles=3 cut a row.*_tokens=513$"),
+        (128, {"tp_tiles": 500}, "capacity_tokens=500$"),
+    ],
+)
+def test_with_hdp_a_full_row_has_to_be_shared_and_lengths_do_not(
+    capacity: int, parallel: dict[str, Any], message: str
+) -> None:
+    """Rows are padded, so that documents may have any length."""
+    config = _rows(4097, {"capacity_tokens": capacity}, **parallel)
+    with pytest.raises(ConfigError, match=message):
+        check_rows(config, 2)
+    unit = row_unit(config, 2)
+    fitting = _rows(4097, {"capacity_tokens": 12 * unit * 128}, **parallel)
+    check_rows(fitting, 2)
+    mesh = Mesh(pp=1, dp=8, cp=1, tp=2)
+    assert fullest_stage(fitting, mesh)[1].total > 0
+    check_sizes(fitting, mesh)

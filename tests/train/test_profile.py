@@ -9,17 +9,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.cli import main
+from hpc_train.comm.groups import build_groups
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_profile import load_profile
-from hpc_train.train.profile_layer import LayerTimes, line_of, sequence_sizes
+from hpc_train.plan.groups import training_plan
+from hpc_train.plan.mesh import Mesh
+from hpc_train.train.profile_layer import LayerTimes, line_of, sequence_sizes, time_layer
 from hpc_train.train.profile_ranks import profile_of_measured
 from tests.data.corpora import numbered, write
 from tests.launch.test_exec_mpi import environment
 from tests.plan.test_batch_profile import MESH, hdp_config
+from tests.ranks import TestRank, run_ranks
+from tests.train.trainers import TREES, make_config
+from tests.worlds import make_world
 
 
 def times_of(square: float, linear: float, constant: float = 0.0, longest: int = 8192, block: int = 128) -> LayerTimes:
@@ -49,6 +56,21 @@ def test_a_line_goes_through_its_points_or_begins_at_nothing() -> None:
     assert (line.s_per_unit, line.constant_s) == (0.2, 3.0)
     line = line_of(10, 30, 1.0, 9.0)
     assert (line.s_per_unit, line.constant_s) == (0.3, 0.0)
+
+
+def _timed_layers(me: TestRank) -> list[tuple[int, int, bool]]:
+    groups, found = build_groups(make_world(me), training_plan(Mesh(pp=1, dp=1, cp=1, tp=2), with_tied=False)), []
+    for sequence_parallel in (False, True):
+        parallel = {"tp": 2, "tp_tiles": 3, "sequence_parallel": sequence_parallel, "hdp": {"capacity_tokens": 162}}
+        times = time_layer(make_config(TREES["llama"], parallel), groups, torch.device("cpu"), 162, 1)
+        found.append((times.longest, times.block, min(times.one_s, times.many_s, times.block_s) > 0))
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_layer_is_timed_with_rows_that_tiles_cut_as_training_does() -> None:
+    """A quarter of 162 tokens is 40, which 3 tiles do not cut, and 6 parts neither."""
+    assert run_ranks(_timed_layers, 2, timeout_s=240) == [[(156, 39, True), (144, 36, True)]] * 2
 
 
 class _Groups:
@@ -110,6 +132,12 @@ def test_two_ranks_measure_what_a_plan_is_made_with(
     assert "costs: measured" in capsys.readouterr().out
     assert main(["plan", "tiny", *WORDS, *nodes, "parallel.hdp.profile=costs.json", "model.hidden_size=64"]) == 2
     assert "hidden_size 128 and not 64" in capsys.readouterr().err
+
+
+def test_fewer_ranks_than_a_ring_needs_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "tiny", *WORDS, "parallel.tp=2", "-n", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "3 ranks with parallel.tp=2 are one hdp rank" in said and "Start 4 ranks or more" in said
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
