@@ -17,6 +17,7 @@ from hpc_train.cluster.fabric_node import NodeReport
 from hpc_train.cluster.fabric_read import read_fabric
 from hpc_train.cluster.fabric_slurm import read_slurm_lines
 from hpc_train.cluster.fabric_topology_yaml import read_topology_yaml
+from hpc_train.cluster.slurm import broken_configuration
 from hpc_train.cluster.text_file import read_text_file
 from hpc_train.errors import ConfigError, LaunchError
 
@@ -106,11 +107,10 @@ def _search(
 ) -> tuple[Fabric | None, list[str]]:
     """The first of Slurm's sources that tells something of all nodes."""
     notes: list[str] = []
-    named = _topology_of_partition(env)
     sources: list[tuple[str, Callable[[], Fabric | None]]] = [
         ("SLURM_TOPOLOGY_ADDR", lambda: _from_reports(reports, nodes)),
         (SCONTROL, lambda: _from_scontrol(env)),
-        ("Slurm's topology file", lambda: _from_configuration(env, named)),
+        ("Slurm's topology file", lambda: _from_configuration(env)),
     ]
     for name, look in sources:
         try:
@@ -138,26 +138,29 @@ def _from_reports(reports: Sequence[NodeReport], nodes: Sequence[str] | None) ->
 
 
 def _from_scontrol(env: Mapping[str, str]) -> Fabric | None:
+    broken = broken_configuration(env)
+    if broken is not None:
+        raise ConfigError(broken)
     # With SLURM_TOPO_LEN the lines would be cut off.
     text = _ask(["scontrol", "show", "topology"], {name: env[name] for name in env if name != "SLURM_TOPO_LEN"})
     return read_slurm_lines(text, SCONTROL) if text is not None and "=" in text else None
 
 
-def _from_configuration(env: Mapping[str, str], named: str | None) -> Fabric | None:
+def _from_configuration(env: Mapping[str, str]) -> Fabric | None:
     """The topology file beside slurm.conf. Slurm takes topology.yaml where both are there."""
     folders = [Path(env["SLURM_CONF"]).parent] if env.get("SLURM_CONF") else list(_CONF_FOLDERS)
     for path in (folder / name for folder in folders for name in ("topology.yaml", "topology.conf")):
         if path.is_file():
             text = read_text_file(path)
             if path.suffix == ".yaml":
-                return read_topology_yaml(text, str(path), named)
+                return read_topology_yaml(text, str(path), _topology_of_partition(env))
             return read_slurm_lines(text, str(path))
     return None
 
 
 def _topology_of_partition(env: Mapping[str, str]) -> str | None:
     """Slurm 25.05 and later: the named topology that the job's partition uses."""
-    partition = env.get("SLURM_JOB_PARTITION")
+    partition = None if broken_configuration(env) else env.get("SLURM_JOB_PARTITION")
     text = _ask(["scontrol", "show", "partition", partition], env) if partition else None
     match = re.search(r"\bTopology=(\S+)", text or "")
     return match[1] if match and match[1] not in ("(null)", "NONE") else None

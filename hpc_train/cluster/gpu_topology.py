@@ -36,33 +36,37 @@ def parse_topo_matrix(text: str, source: str = "nvidia-smi topo -m") -> GpuTopol
         ConfigError: there is no matrix, as where the command failed; or with the line, what is malformed.
     """
     lines = _COLOUR.sub("", text).splitlines()
-    start = next((index for index, line in enumerate(lines) if "GPU0" in line.split("\t")), None)
+    start = next((index for index, line in enumerate(lines) if "GPU0" in _cells(line)), None)
     if start is None:
         said = next((line.strip() for line in lines if line.strip()), "nothing")
-        raise ConfigError(f"{source}: there is no matrix of GPUs; it says: {said[:120]}")
-    columns = [cell.strip() for cell in lines[start].split("\t")]
+        tabs = " The matrix's columns have to be separated by tabs." if "GPU0" in said.split() else ""
+        raise ConfigError(f"{source}: there is no matrix of GPUs; it says: {said[:120]}{tabs}")
+    columns, where = _cells(lines[start]), f"{source}, line {start + 1}"
     is_device = [bool(name) and "Affinity" not in name and "NUMA" not in name for name in columns]
-    gpu_columns = [index for index, name in enumerate(columns) if _GPU.fullmatch(name)]
-    nic_columns = [index for index, name in enumerate(columns) if is_device[index] and index not in gpu_columns]
+    gpu_columns = {index: name for index, name in enumerate(columns) if _GPU.fullmatch(name)}
+    nic_columns = {index: name for index, name in enumerate(columns) if is_device[index] and index not in gpu_columns}
+    _check_once([*gpu_columns.values(), *nic_columns.values()], where)
+    gpus = list(gpu_columns.values())
     rows: dict[str, list[str]] = {}
     for number, line in enumerate(lines[start + 1 :], start + 2):
-        cells = [cell.strip() for cell in line.split("\t")]
-        if not _GPU.fullmatch(cells[0]):
-            continue
-        for index in (*gpu_columns, *nic_columns):
+        cells = _cells(line)
+        if cells[0] in rows:
+            raise ConfigError(f"{source}, line {number}: {cells[0]} has a row already")
+        if _GPU.fullmatch(cells[0]):
+            rows[cells[0]] = cells
+        for index, name in (*gpu_columns.items(), *nic_columns.items()) if cells[0] in gpus else ():
             word = cells[index] if index < len(cells) else ""
-            between_gpus = index in gpu_columns and (word == "X" or _NVLINK.fullmatch(word))
-            if word not in _NEAREST_FIRST and not between_gpus:
-                raise ConfigError(
-                    f"{source}, line {number}: {word!r} below {columns[index]} is no kind of connection there"
-                )
-        rows[cells[0]] = cells
-    gpus = [columns[index] for index in gpu_columns]
+            is_known = word in _NEAREST_FIRST or (index in gpu_columns and _NVLINK.fullmatch(word) is not None)
+            if (word != "X") if name == cells[0] else not is_known:
+                raise ConfigError(f"{source}, line {number}: {word!r} below {name} is no kind of connection there")
     if sorted(rows) != sorted(gpus):
-        raise ConfigError(f"{source}, line {start + 1}: the columns are {', '.join(gpus)}, the rows {', '.join(rows)}")
-    nics = _device_names([columns[index] for index in nic_columns], lines, f"{source}, line {start + 1}")
+        raise ConfigError(f"{where}: the columns are {', '.join(gpus)}, the rows {', '.join(rows)}")
+    nics = _device_names(list(nic_columns.values()), lines, where)
+    _check_once(nics, where)
     ways = tuple(tuple(rows[gpu][index] for index in nic_columns) for gpu in gpus)
-    links = [[_NVLINK.fullmatch(rows[gpu][index]) is not None for index in gpu_columns] for gpu in gpus]
+    between = [[rows[gpu][index] for index in gpu_columns] for gpu in gpus]
+    _check_both_ways(gpus, between, source)
+    links = [[_NVLINK.fullmatch(word) is not None for word in words] for words in between]
     return GpuTopology(len(gpus), nics, ways, _islands(links))
 
 
@@ -89,22 +93,43 @@ def parse_nvlink_domain(text: str) -> str | None:
     """The domain of NVLink over several nodes in the output of `nvidia-smi -q`: cluster and clique; None without one.
 
     Raises:
-        ConfigError: the GPUs of the node are in different ones.
+        ConfigError: the GPUs of the node are in different ones, or half of what says it is missing.
     """
-    pairs: list[tuple[str, str]] = []
-    found: dict[str, str] = {}
+    sections: list[dict[str, str]] = []
     for line in text.splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "Fabric":
-            found = {}
-        elif name in ("ClusterUUID", "CliqueId"):
-            found[name] = value
-            if len(found) == 2:
-                pairs.append((found["ClusterUUID"], found["CliqueId"]))
+            sections.append({})
+        elif name in ("ClusterUUID", "CliqueId") and sections:
+            sections[-1][name] = value
+    told = [section for section in sections if section]
+    if any(len(section) == 1 for section in told):
+        raise ConfigError("nvidia-smi -q: a GPU has one of ClusterUUID and CliqueId and not the other")
+    pairs = [(section["ClusterUUID"], section["CliqueId"]) for section in told]
     known = {pair for pair in pairs if "N/A" not in pair and set(pair[0]) - set("0-")}
     if len(known) > 1 or (known and len(set(pairs)) > 1):
         raise ConfigError(f"nvidia-smi -q: the GPUs of one node are in different NVLink domains: {sorted(set(pairs))}")
     return None if not known else ".".join(known.pop())
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("\t")]
+
+
+def _check_once(names: Sequence[str], where: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: {name} is there more than once")
+
+
+def _check_both_ways(gpus: Sequence[str], words: Sequence[Sequence[str]], source: str) -> None:
+    for gpu, row in enumerate(words):
+        for other in range(gpu):
+            if row[other] != words[other][gpu]:
+                raise ConfigError(
+                    f"{source}: {gpus[other]} reaches {gpus[gpu]} over {words[other][gpu]}, and this one that over "
+                    f"{row[other]}"
+                )
 
 
 def _device_names(columns: Sequence[str], lines: Sequence[str], where: str) -> tuple[str, ...]:

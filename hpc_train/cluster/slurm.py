@@ -43,6 +43,21 @@ _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?", re.ASCII)
 JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
 
+def broken_configuration(env: Mapping[str, str]) -> str | None:
+    """Why Slurm's commands cannot work: SLURM_CONF names a file that is not there. None where it does, or names none.
+
+    Each command tries for a minute before it says so (seen with 22.05).
+    """
+    path = env.get("SLURM_CONF")
+    if not path:
+        return None
+    try:
+        with open(path, "rb"):
+            return None
+    except OSError as problem:
+        return f"SLURM_CONF={path} cannot be read ({problem.strerror}), and Slurm's commands need it"
+
+
 @dataclass(frozen=True)
 class JobFacts:
     """One Slurm job: what was allocated.

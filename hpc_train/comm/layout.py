@@ -28,7 +28,8 @@ class Layout:
 
     pp, cp, tp: degrees; dp: what they leave over, unless given. order: "auto", "slurm" (leave ranks alone) or the axes
     from the innermost to the outermost, such as "tp,dp,pp,cp". fabric: files or "clos:..."; left out, what Slurm
-    tells. bytes_per_step: what a rank sends along pp, dp and cp in one step; axes that are left out count alike.
+    tells. bytes_per_step: what a rank sends along an axis in one step; axes that are left out count as the largest one
+    that is given.
     """
 
     pp: int = 1
@@ -51,12 +52,14 @@ class Layout:
         """What placement weighs: rings, and lines both ways for pp; tp is inside a node anyway.
 
         Raises:
-            ConfigError: bytes of something that is no axis, or negative ones.
+            ConfigError: bytes of something that is no axis, or no whole number of 0 or more.
         """
         for axis, num_bytes in self.bytes_per_step.items():
-            if axis not in AXES or num_bytes < 0:
+            if axis not in AXES:
+                raise ConfigError(f"bytes_per_step names {axis!r}, which is no axis; the axes are {', '.join(AXES)}")
+            if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
                 raise ConfigError(
-                    f"bytes_per_step has {axis}={num_bytes}; it takes bytes of 0 or more for {', '.join(AXES)}"
+                    f"bytes_per_step has {num_bytes!r} for {axis}; give a whole number of bytes, 0 or more"
                 )
         likely = max(self.bytes_per_step.values(), default=1)
         entries = []
@@ -110,9 +113,11 @@ def keep_order(layout: Layout, slots: Sequence[tuple[str, int]], rank: int) -> P
     """
     mesh = layout.mesh(len(slots))
     if layout.order not in (AUTO_ORDER, SLURM_ORDER) or layout.fabric is not None:
+        orders = [] if layout.order in (AUTO_ORDER, SLURM_ORDER) else [f"order={layout.order!r}"]
+        asked = [*orders, *([] if layout.fabric is None else [f"fabric={layout.fabric!r}"])]
         raise LaunchError(
-            f"a placement was asked for (order {layout.order}, fabric {layout.fabric}), but RANK numbers the ranks "
-            "already. Start with srun or mpirun, which leave that to the plan, or leave order and fabric out."
+            f"Layout asks for a placement by {' and '.join(asked)}, but torchrun's variable RANK numbers the ranks "
+            f"already. Start with srun or mpirun, which leave that to the plan, or leave {' and '.join(asked)} out."
         )
     ranks = tuple(PlannedRank(number, node, slot, mesh.coords(number)) for number, (node, slot) in enumerate(slots))
     if rank == 0:

@@ -32,7 +32,7 @@ from hpc_train.cluster.environment import (
 )
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation
-from hpc_train.cluster.slurm import JobFacts, read_job
+from hpc_train.cluster.slurm import JobFacts, broken_configuration, read_job
 from hpc_train.config import Config, dump_yaml
 from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
@@ -206,9 +206,12 @@ def find_job(env: Mapping[str, str], found: Found) -> JobFacts | None:
     """The job that this process is in.
 
     Raises:
-        LaunchError: its variables are left over from a job that has ended.
+        LaunchError: its variables are left over from a job that has ended, or no command of Slurm's can work here.
     """
     job = None if found.situation is Situation.LAPTOP else read_job(env, own_process())
+    broken = broken_configuration(env) if job is not None else None
+    if broken is not None:
+        raise LaunchError(f"{broken}. Correct it, or unset SLURM_CONF where the site needs none")
     if job is not None and job_is_live(job.job_id) is False:
         raise LaunchError(
             f"SLURM_JOB_ID={job.job_id} is set, but Slurm has no such job any more: variables of an earlier job are "

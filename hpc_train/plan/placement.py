@@ -87,7 +87,8 @@ def _placed(
     axes = _axes_of_order(order, mesh)
     if order == SLURM_ORDER or fabric is None:
         by_slurm = slurm_placement(mesh, allocation, exclude)
-        notes = [] if order == SLURM_ORDER else [f"no fabric is known, so ranks are in Slurm's order, not in {order}"]
+        # That no fabric is known says who looked for one.
+        notes = [] if axes is None else [f"the order {order} has no effect without a fabric"]
         torn = np.count_nonzero(~_is_whole(by_slurm, fabric))
         if torn:
             raise ConfigError(_torn(mesh, allocation, fabric, exclude, int(torn)))

@@ -30,6 +30,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     fakes = FakeCommands(tmp_path / "bin")
     fakes.add("scontrol", err="scontrol: error\n", code=1)
     (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/slurm.conf").touch()
     return {"PATH": fakes.path, "SLURM_CONF": str(tmp_path / "etc/slurm.conf"), "HOME": os.environ.get("HOME", "/")}
 
 
@@ -70,6 +71,19 @@ def test_a_source_that_cannot_be_used_is_told_and_passed_over(env: dict[str, str
     leaf, notes = leaf_of_a(env)
     assert leaf == "c1"
     assert "scontrol show topology, line 3: top has the switch s3 below it" in notes
+
+
+def test_where_slurm_s_configuration_is_not_there_scontrol_is_not_asked(env: dict[str, str], tmp_path: Path) -> None:
+    """It would try for a minute, and its topology file may be there all the same."""
+    (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    (tmp_path / "etc/slurm.conf").unlink()
+    leaf, notes = leaf_of_a({**env, "SLURM_JOB_PARTITION": "gpu"})
+    assert leaf is None and not (tmp_path / "asked").exists()
+    said = f"scontrol show topology cannot be used: SLURM_CONF={tmp_path}/etc/slurm.conf cannot be read (No such file"
+    assert said in notes
+    (tmp_path / "etc/topology.yaml").write_text("- topology: t\n  tree: {switches: [{switch: w1, nodes: 'a,b'}]}\n")
+    assert leaf_of_a({**env, "SLURM_JOB_PARTITION": "gpu"})[0] == "w1"
+    assert not (tmp_path / "asked").exists()
 
 
 def test_nodes_that_cannot_be_asked_are_told(env: dict[str, str], tmp_path: Path) -> None:

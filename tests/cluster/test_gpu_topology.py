@@ -65,6 +65,12 @@ def test_no_cards_is_an_answer_and_no_matrix_is_none() -> None:
         parse_topo_matrix(failed)
     with pytest.raises(ConfigError, match="it says: nothing"):
         parse_topo_matrix("")
+    text = matrix([["PIX"]])
+    with pytest.raises(ConfigError, match=r"it says: GPU0 NIC0.*have to be separated by tabs"):
+        parse_topo_matrix(text.replace("\t", " "))
+    with pytest.raises(ConfigError, match="line 14: GPU0 has a row already"):
+        parse_topo_matrix(text + text)
+    assert parse_topo_matrix(text.replace("\n", "\r\n")) == parse_topo_matrix(text)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +81,17 @@ def test_no_cards_is_an_answer_and_no_matrix_is_none() -> None:
         (" PIX ", " X ", "line 2: 'X' below NIC0 is no kind of connection there"),
         (" PIX ", " NV4 ", "line 2: 'NV4' below NIC0 is no kind of connection there"),
         ("NIC0: mlx5_0", "", "does not say which device NIC0 is"),
-        ("GPU1\tNV18\t X \t PIX ", "GPU1\tNV18", "line 3: '0-47,96-143' below GPU1"),
+        ("GPU1\tNV18\t X \t PIX ", "GPU1\tNV18", "line 3: 'SYS' below GPU1"),
+        ("GPU0\t X \t", "GPU0\tNV18\t", "line 2: 'NV18' below GPU0"),
+        ("GPU0\t X \tNV18", "GPU0\t X \t X ", "line 2: 'X' below GPU1"),
+        ("GPU1\tNV18", "GPU1\tSYS", "GPU0 reaches GPU1 over NV18, and this one that over SYS"),
+        ("GPU1\tNV18", "GPU0\tX", "line 3: GPU0 has a row already"),
+        ("\tGPU0\tGPU1", "\tGPU0\tGPU0", "line 1: GPU0 is there more than once"),
+        ("NIC1: mlx5_1", "NIC1: mlx5_0", "line 1: mlx5_0 is there more than once"),
     ],
 )
 def test_malformed_matrices_are_refused(old: str, new: str, words: str) -> None:
-    text = matrix([["PIX"], ["PIX"]])
+    text = matrix([["PIX", "SYS"], ["PIX", "SYS"]])
     assert old in text
     with pytest.raises(ConfigError, match=words):
         parse_topo_matrix(text.replace(old, new, 1))
@@ -106,3 +118,6 @@ def test_the_domain_of_nvlink_over_nodes() -> None:
     assert parse_nvlink_domain("no such section") is None
     with pytest.raises(ConfigError, match="different NVLink domains"):
         parse_nvlink_domain(gpu(rack, "7") + gpu(rack, "8"))
+    assert parse_nvlink_domain("    Fabric\n        State    : N/A\n        Status   : N/A\n") is None
+    with pytest.raises(ConfigError, match="one of ClusterUUID and CliqueId and not the other"):
+        parse_nvlink_domain((gpu(rack, "7") * 2).rpartition("        ClusterUUID")[0])

@@ -66,7 +66,10 @@ def test_an_order_that_leaves_ranks_alone_does_so() -> None:
         (Layout(tp=3), "8 ranks do not fill a mesh"),
         (Layout(tp=4), "tp"),
         (Layout(tp=2, order="nearest"), "nearest"),
-        (Layout(tp=2, bytes_per_step={"ep": 1}), "bytes_per_step has ep=1"),
+        (Layout(tp=2, bytes_per_step={"ep": 1}), "bytes_per_step names 'ep', which is no axis; the axes are pp, dp"),
+        (Layout(tp=2, bytes_per_step={"dp": -1}), "bytes_per_step has -1 for dp; give a whole number of bytes"),
+        (Layout(tp=2, bytes_per_step={"dp": 1e9}), "bytes_per_step has 1000000000.0 for dp; give a whole number"),  # type: ignore[dict-item]
+        (Layout(tp=2, bytes_per_step={"dp": "4G"}), "bytes_per_step has '4G' for dp; give a whole number of bytes"),  # type: ignore[dict-item]
         (Layout(tp=2, fabric="/no/such/file.yaml"), "/no/such/file.yaml"),
     ],
 )
@@ -91,8 +94,13 @@ def test_ranks_that_are_numbered_already_stay_so_and_a_split_tp_group_is_said(
     plan = keep_order(Layout(tp=2), slots, rank=0)
     assert [(planned.node, planned.gpu) for planned in plan.ranks] == slots
     assert "2 of 2 tp groups reach over several nodes, such as ranks 0, 1" in "".join(capfd.readouterr())
-    with pytest.raises(LaunchError, match="RANK numbers the ranks already"):
-        keep_order(Layout(tp=2, order="tp,dp,pp,cp"), slots, rank=0)
+    order, fabric = "order='tp,dp,pp,cp'", "fabric='f.yaml'"
+    for layout, asked in (
+        (Layout(tp=2, order="tp,dp,pp,cp"), order), (Layout(tp=2, fabric="f.yaml"), fabric),
+        (Layout(tp=2, order="tp,dp,pp,cp", fabric="f.yaml"), f"{order} and {fabric}"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=f"placement by {asked}, but .* RANK numbers .* or leave {asked} out"):
+            keep_order(layout, slots, rank=0)
 
 
 def test_a_process_alone_has_groups_and_a_device_mesh(tmp_path: Path) -> None:

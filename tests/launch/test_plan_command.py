@@ -118,6 +118,26 @@ def test_what_cannot_be_planned_is_refused_with_words(
     assert said in err
 
 
+def test_a_job_whose_slurm_conf_is_not_there_is_refused_and_no_command_of_slurm_s_is_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each would try for a minute."""
+    (tmp_path / "bin").mkdir()
+    for name in ("scontrol", "squeue", "srun"):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    for name, value in {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)",
+        "SLURM_CONF": str(tmp_path / "none.conf"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    code, out, err = plan(capsys)
+    assert (code, out) == (3, "")
+    assert "none.conf cannot be read (No such file or directory), and Slurm's commands need it. Correct it" in err
+    assert not (tmp_path / "asked").exists()
+
+
 def test_number_and_list_of_nodes_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plan(capsys, "-N", "2", "--nodelist", "n1", "--fabric", CLOS)

@@ -173,11 +173,10 @@ def test_failed_links_and_excluded_nodes_are_respected() -> None:
         place(Mesh(pp=1, dp=6, cp=1, tp=4), allocation, fabric, TRAFFIC, exclude={"n0"})
 
 
-def test_without_a_fabric_it_is_slurm_s_order_and_said() -> None:
-    found = place(Mesh(pp=1, dp=2, cp=1, tp=4), make_allocation(["b", "a"], 4), None, TRAFFIC)
-    assert (found.nodes, found.order) == (("b", "a"), "slurm")
-    assert any("no fabric is known" in note for note in found.notes)
-    assert not any("tp groups" in note for note in found.notes)
+def test_without_a_fabric_it_is_slurm_s_order_and_one_that_was_asked_for_is_told() -> None:
+    for order, notes in (("auto", ()), ("tp,dp,pp,cp", ("the order tp,dp,pp,cp has no effect without a fabric",))):
+        found = place(Mesh(pp=1, dp=2, cp=1, tp=4), make_allocation(["b", "a"], 4), None, TRAFFIC, order)
+        assert (found.nodes, found.order, found.notes) == (("b", "a"), "slurm", notes)
 
 
 @pytest.mark.parametrize("order", ["auto", "slurm"])
