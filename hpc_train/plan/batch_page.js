@@ -1,11 +1,5 @@
-"use strict";
 // Draws what each hdp rank does in a step: a row a rank, time from left to right. The data: see batch_page.py.
 
-const began = performance.now();
-const data = JSON.parse(document.getElementById("data").textContent);
-const element = (id) => document.getElementById(id);
-const base = element("base");
-const overlay = element("overlay");
 const MARGIN = { left: 58, top: 22, right: 10, bottom: 6 };
 const ALONE = "#b9c4d0";
 const IDLE = "#f6f7f9";
@@ -63,18 +57,6 @@ function timeText(nanoseconds) {
   return `${Math.round(nanoseconds)} ns`;
 }
 
-function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return context;
-}
-
 /** Runs of rows that a pack covers. */
 function rowRuns(pack) {
   const rows = [];
@@ -96,8 +78,7 @@ function boxesOf(pack) {
 }
 
 function redraw() {
-  const box = element("stage").getBoundingClientRect();
-  [width, height] = [box.width, box.height];
+  [width, height] = [element("stage").clientWidth, element("stage").clientHeight];
   const context = prepare(base);
   context.fillStyle = IDLE;
   context.fillRect(MARGIN.left, MARGIN.top, width - MARGIN.left - MARGIN.right, height - MARGIN.top - MARGIN.bottom);
@@ -180,12 +161,6 @@ function drawShown() {
   context.fillRect(MARGIN.left - 4, y, 4, Math.max(2, yOf(rowOfRank[view.shown.rank] + 1) - y));
 }
 
-function line(text) {
-  const paragraph = document.createElement("div");
-  paragraph.textContent = text;
-  return paragraph;
-}
-
 function runsText(runs) {
   const texts = [];
   for (let at = 0; at < runs.length; at += 2) {
@@ -201,75 +176,43 @@ function show(found, isPinned) {
   const place = element("shown");
   place.replaceChildren();
   if (!found) {
-    place.append(line("Point at the drawing. Wheel: zoom ranks; with Shift: time. Drag: move. Double click: all."));
-    place.firstChild.className = "hint";
+    const how = "Point at the drawing. Wheel: zoom ranks; with Shift: time. Drag: move. Double click: all.";
+    add(place, "div", how, "hint");
     return;
   }
-  const heading = document.createElement("h2");
+  const line = (text) => add(place, "div", text);
   const node = data.nodes.length ? ` on ${data.nodes[data.nodeOfRank[found.rank]]}` : "";
-  heading.textContent = `hdp rank ${found.rank}${node}`;
+  add(place, "h2", `hdp rank ${found.rank}${node}`);
   const list = view.plan.ofRank[found.rank];
-  place.append(heading, line(`${list.length} micro-batches with sequences`));
+  line(`${list.length} micro-batches with sequences`);
   if (found.pack < 0) {
-    place.append(line("waits, or is done"));
+    line("waits, or is done");
   } else {
     const pack = view.plan.packs[found.pack];
     const total = pack.lengths.reduce((a, b) => a + b, 0);
-    place.append(
-      line(`micro-batch ${list.indexOf(found.pack)}: ${timeText(pack.begin)} to ${timeText(pack.end)}`),
-      line(`${pack.lengths.length} sequences with ${total} tokens: ${pack.lengths.slice(0, 12).join(", ")}` +
-        (pack.lengths.length > 12 ? ", ..." : "")),
-      line(pack.size === 1 ? "of this rank alone" : `ring of ${pack.size} ranks: ${runsText(pack.runs)}`),
-    );
-    if (pack.offload) place.append(line(`${pack.offload / 10} % of activations offloaded`));
+    const more = pack.lengths.length > 12 ? ", ..." : "";
+    line(`micro-batch ${list.indexOf(found.pack)}: ${timeText(pack.begin)} to ${timeText(pack.end)}`);
+    line(`${pack.lengths.length} sequences with ${total} tokens: ${pack.lengths.slice(0, 12).join(", ")}${more}`);
+    line(pack.size === 1 ? "of this rank alone" : `ring of ${pack.size} ranks: ${runsText(pack.runs)}`);
+    if (pack.offload) line(`${pack.offload / 10} % of activations offloaded`);
   }
-}
-
-function tableOf(section) {
-  const table = document.createElement("table");
-  [section.header, ...section.rows].forEach((cells, index) => {
-    const row = table.insertRow();
-    for (const text of cells) {
-      const cell = document.createElement(index ? "td" : "th");
-      cell.textContent = text;
-      row.append(cell);
-    }
-  });
-  return table;
 }
 
 // Set-up.
 
 element("title").textContent = data.title;
-for (const section of data.summary) {
-  if (!section.rows.length) continue;
-  const heading = document.createElement("h2");
-  heading.textContent = section.title;
-  element("summary").append(heading, tableOf(section));
-}
-for (const note of data.notes) {
-  const paragraph = line(note);
-  paragraph.className = "note";
-  element("summary").append(paragraph);
-}
-plans.forEach((plan, index) => element("plan").add(new Option(plan.name, index)));
-const sizes = [1];
-for (let size = 2; size < data.numRanks; size *= 4) sizes.push(size);
-if (data.numRanks > 1) sizes.push(data.numRanks);
-for (const size of sizes) {
-  const entry = document.createElement("span");
-  const box = document.createElement("i");
-  box.style.background = colourOf(size);
-  entry.append(box, size === 1 ? "alone" : `ring of ${size}`);
-  element("legend").append(entry);
-}
-element("legend").append(line("- - no plan is faster"));
-
-element("plan").addEventListener("change", () => {
-  view.plan = plans[Number(element("plan").value)];
+showSummary();
+choose(element("plan"), plans.map((plan) => plan.name), (index) => {
+  view.plan = plans[index];
   show(null, false);
   reset();
 });
+const sizes = [1];
+for (let size = 2; size < data.numRanks; size *= 4) sizes.push(size);
+if (data.numRanks > 1) sizes.push(data.numRanks);
+for (const size of sizes) addToLegend(colourOf(size), size === 1 ? "alone" : `ring of ${size}`);
+add(element("legend"), "span", "- - no plan is faster");
+
 element("same").addEventListener("change", reset);
 element("find").addEventListener("input", () => {
   const text = element("find").value.trim();

@@ -5,15 +5,11 @@ Times are whole nanoseconds and the ranks of rings runs of neighbours: a page of
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hpc_train.plan.batch_report import BatchReport, PlannedBatch, batch_sections
-
-_FOLDER = Path(__file__).resolve().parent
+from hpc_train.plan.page_frame import framed_page
 
 
 def batch_page_html(report: BatchReport) -> str:
@@ -28,15 +24,8 @@ def batch_page_html(report: BatchReport) -> str:
         "nodeOfRank": [index[node] for node in report.nodes],
         "least": _nanoseconds(report, report.least),
         "plans": [_plan(report, one) for one in report.plans],
-        "summary": [{"title": one.title, "header": one.header, "rows": one.rows} for one in batch_sections(report)],
-        "notes": report.notes,
     }
-    # Inside a script element only a closing tag would end the data early.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = (_FOLDER / "batch_page.html").read_text(encoding="utf-8")
-    script = (_FOLDER / "batch_page.js").read_text(encoding="utf-8")
-    before, after = page.replace("@TITLE@", html.escape(report.title)).replace("@SCRIPT@", script).split("@DATA@")
-    return before + text + after
+    return framed_page("batch_page", report.title, data, batch_sections(report), report.notes)
 
 
 def _plan(report: BatchReport, one: PlannedBatch) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"use strict";
 // Draws a fabric with the ranks of a run in it. The data: see page.py, which writes it.
-
-const began = performance.now();
-const data = JSON.parse(document.getElementById("data").textContent);
-const element = (id) => document.getElementById(id);
 
 // Ranks and groups: arithmetic on the mesh, as in plan/mesh.py (row-major, the last axis varies fastest).
 
@@ -89,7 +84,8 @@ function flow(items, width, gap) {
   return { width: right, height: y + row };
 }
 
-function layOut(cell, width, shape) {
+/** In a width; of which the leaves of a pod take a part. */
+function layOut(cell, width, shape, part) {
   const label = cell >= 12 ? 13 : 0;
   const gap = Math.max(1.5, cell * 0.4);
   const node = { width: widestNode * cell + gap, height: tallestNode * cell + gap + label };
@@ -103,7 +99,7 @@ function layOut(cell, width, shape) {
   const pods = data.pods.map((pod, index) => {
     const inside = podBoxes[index].map((box) => boxes[box]);
     const header = pod ? 17 : 3;
-    const size = flow(inside, width - 12, 6);
+    const size = flow(inside, width / part - 12, 6);
     return { width: size.width + 12, height: size.height + header + 6, header, inside };
   });
   const whole = flow(pods, width, 9);
@@ -116,15 +112,28 @@ function layOut(cell, width, shape) {
   return { cell, label, gap, node, boxes, pods, ...whole };
 }
 
+const CELLS = [48, 42, 36, 32, 28, 24, 21, 18, 16, 14, 12, 10, 9, 8, 7, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2];
+
+/** With the largest cells that fit; where even the smallest do not, so that the whole is shrunk the least. */
 function fitting(width, height) {
-  let found = null;
-  for (const cell of [48, 42, 36, 32, 28, 24, 21, 18, 16, 14, 12, 10, 9, 8, 7, 6, 5.5, 5, 4.5, 4, 3.5, 3, 2.5, 2]) {
-    for (const shape of [1.6, 1, 2.6, 0.6]) {
-      found = layOut(cell, width, shape);
-      if (found.height <= height && found.width <= width) return found;
+  for (const cell of CELLS) {
+    for (const part of [1, 2, 3]) {
+      for (const shape of [1.6, 1, 2.6, 0.6]) {
+        const found = layOut(cell, width, shape, part);
+        if (found.height <= height && found.width <= width) return found;
+      }
     }
   }
-  return found;
+  let [best, most] = [null, 0];
+  for (let times = 1.1; times < 40; times *= 1.1) {
+    for (const part of [1, 2, 3]) {
+      const found = layOut(CELLS[CELLS.length - 1], width * times, 1.6, part);
+      const scale = Math.min(width / found.width, height / found.height);
+      if (scale > most) [best, most] = [found, scale];
+    }
+    if (most >= 1 / times) break;
+  }
+  return best;
 }
 
 // Drawing.
@@ -132,8 +141,6 @@ function fitting(width, height) {
 const view = { scale: 1, x: 0, y: 0, order: orders[0], colour: 0, shown: -1, isPinned: false };
 let plan = null;
 let corners = null; // x and y of each cell
-const base = element("base");
-const overlay = element("overlay");
 const AXIS_COLOURS = { pp: "#b3261e", dp: "#0b57d0", cp: "#8e24aa", tp: "#111111" };
 const axisColour = (axis) => AXIS_COLOURS[axisNames[axis]] || "#555555";
 const FEW = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"];
@@ -158,40 +165,54 @@ function placeCells() {
   });
 }
 
-function prepare(canvas) {
-  const ratio = window.devicePixelRatio || 1;
-  const { clientWidth, clientHeight } = element("stage");
-  canvas.width = clientWidth * ratio;
-  canvas.height = clientHeight * ratio;
-  canvas.style.width = `${clientWidth}px`;
-  canvas.style.height = `${clientHeight}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio * view.scale, 0, 0, ratio * view.scale, ratio * view.x, ratio * view.y);
+/** In the world's coordinates. */
+function prepareView(canvas) {
+  const context = prepare(canvas);
+  context.translate(view.x, view.y);
+  context.scale(view.scale, view.scale);
   return context;
 }
 
+const SMALLEST_TEXT = 6; // pixels; smaller ones are specks
+
+function font(context, size, weight = "") {
+  context.font = `${weight} ${size}px system-ui, sans-serif`.trim();
+  return size * view.scale >= SMALLEST_TEXT;
+}
+
+/** What tells a name from those beside it stands at its end; so a long one loses its beginning, with dots for that. */
 function fittedText(context, text, x, y, width) {
   let shown = text;
-  while (shown && context.measureText(shown).width > width) shown = shown.slice(0, -1);
-  if (shown.length === text.length || shown.length > 3) context.fillText(shown, x, y);
+  for (let left = text.length - 1; context.measureText(shown).width > width; left--) {
+    if (left < 1) return;
+    shown = `\u2026${text.slice(-left)}`;
+  }
+  context.fillText(shown, x, y);
+}
+
+/** A leaf's name without that of its pod, which stands above it. */
+function nameInPod(box) {
+  const [name, pod] = data.boxes[box];
+  const prefix = `${data.pods[pod].split(" ")[0]}.`;
+  return prefix.length > 1 && name.startsWith(prefix) ? name.slice(prefix.length) : name;
 }
 
 function drawBase() {
-  const context = prepare(base);
+  const context = prepareView(base);
   context.textBaseline = "alphabetic";
+  const hasPodNames = font(context, 11, "600");
   plan.pods.forEach((pod, index) => {
     context.strokeStyle = "#8d99a6";
     context.strokeRect(pod.x + 0.5, pod.y + 0.5, pod.width - 1, pod.height - 1);
     context.fillStyle = "#1c2530";
-    context.font = "600 11px system-ui, sans-serif";
-    fittedText(context, data.pods[index], pod.x + 6, pod.y + 12, pod.width - 10);
+    if (hasPodNames) fittedText(context, data.pods[index], pod.x + 6, pod.y + 12, pod.width - 10);
   });
-  context.font = "10px system-ui, sans-serif";
+  const hasLeafNames = font(context, 10);
   plan.boxes.forEach((box) => {
     context.fillStyle = "#f1f4f7";
     context.fillRect(box.x, box.y, box.width, box.height);
     context.fillStyle = "#4a5663";
-    fittedText(context, data.boxes[box.index][0], box.x + 4, box.y + 10.5, box.width - 6);
+    if (hasLeafNames) fittedText(context, nameInPod(box.index), box.x + 4, box.y + 10.5, box.width - 6);
   });
   drawCells(context);
   if (plan.label) drawNodeNames(context);
@@ -219,7 +240,7 @@ function drawCells(context) {
 }
 
 function drawNodeNames(context) {
-  context.font = "9.5px system-ui, sans-serif";
+  if (!font(context, 9.5)) return;
   context.fillStyle = "#4a5663";
   data.nodes.forEach((name, node) => {
     const [x, y] = [corners[2 * firstCell[node]], corners[2 * firstCell[node] + 1]];
@@ -247,7 +268,7 @@ function pathPoints(rank, other) {
 }
 
 function drawOverlay() {
-  const context = prepare(overlay);
+  const context = prepareView(overlay);
   if (view.shown < 0) return;
   const width = Math.min(2, 0.35 * plan.cell * view.scale) / view.scale;
   for (let axis = 0; axis < axisNames.length; axis++) {
@@ -271,14 +292,7 @@ function drawOverlay() {
   context.strokeRect(x - plan.cell / 2 - 1, y - plan.cell / 2 - 1, plan.cell + 1, plan.cell + 1);
 }
 
-// The panel. Names come from the user's files, so they are only ever set as text.
-
-function add(parent, tag, text, className) {
-  const child = parent.appendChild(document.createElement(tag));
-  if (text !== undefined) child.textContent = text;
-  if (className) child.className = className;
-  return child;
-}
+// The panel.
 
 const SWITCHES = { node: "inside the node", leaf: "1 switch", spine: "3 switches", core: "5 switches" };
 
@@ -307,7 +321,7 @@ function describeGroup(group) {
 }
 
 function showPanel() {
-  const panel = element("rank");
+  const panel = element("shown");
   panel.replaceChildren();
   const rank = view.shown;
   if (rank < 0) {
@@ -334,32 +348,14 @@ function showPanel() {
   }
 }
 
-function showSummary() {
-  const panel = element("summary");
-  for (const section of data.summary) {
-    if (section.title) add(panel, "h2", section.title);
-    const table = add(panel, "table");
-    const head = add(table, "tr");
-    section.header.forEach((text) => add(head, "th", text));
-    for (const row of section.rows) {
-      const line = add(table, "tr");
-      row.forEach((text) => add(line, "td", text));
-    }
-  }
-  for (const note of data.notes) add(panel, "p", note, "note");
-}
-
 function showLegend() {
-  const legend = element("legend");
-  legend.replaceChildren();
+  element("legend").replaceChildren();
   const count = degrees[view.colour];
   const few = count <= 16;
   const values = few ? Array.from({ length: count }, (_, value) => value) : [0, 0.25, 0.5, 0.75, 1];
   for (const value of values) {
     const shown = few ? value : Math.round(value * (count - 1));
-    const entry = add(legend, "span");
-    add(entry, "i").style.background = colourOf(shown, count);
-    entry.append(few && count > 8 ? `${shown}` : `${axisNames[view.colour]} ${shown}`);
+    addToLegend(colourOf(shown, count), few && count > 8 ? `${shown}` : `${axisNames[view.colour]} ${shown}`);
   }
 }
 
@@ -405,11 +401,6 @@ function refit() {
   [view.x, view.y] = [8, 16];
   placeCells();
   redraw();
-}
-
-function choose(select, texts, change) {
-  texts.forEach((text, index) => add(select, "option", text).setAttribute("value", index));
-  select.addEventListener("change", () => change(Number(select.value)));
 }
 
 function find(text) {

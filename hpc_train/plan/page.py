@@ -6,14 +6,12 @@ groups and paths itself, so that a page of 16,384 ranks has less than a megabyte
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.plan.drawing import draw_fabric, draw_nodes
+from hpc_train.plan.page_frame import framed_page
 from hpc_train.plan.places import NOWHERE, find_places
 from hpc_train.plan.table import sections_of
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from hpc_train.plan.placement import Placement
     from hpc_train.plan.report import PlanReport
 
-_FOLDER = Path(__file__).resolve().parent
 _AXIS_MEANING = {
     "pp": "stage (pp)",
     "dp": "replica (dp)",
@@ -40,16 +37,9 @@ def page_html(report: PlanReport) -> str:
         "axes": list(report.mesh.axes.items()),
         "axisMeaning": _AXIS_MEANING,
         "patterns": {entry.axis: entry.pattern for entry in report.traffic},
-        "summary": [{"title": one.title, "header": one.header, "rows": one.rows} for one in sections_of(report)],
-        "notes": report.all_notes,
         **_placed(report),
     }
-    # Inside a script element only a closing tag would end the data early.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    script = (_FOLDER / "page.js").read_text(encoding="utf-8")
-    before, after = page.replace("@TITLE@", html.escape(report.name)).replace("@SCRIPT@", script).split("@DATA@")
-    return before + text + after
+    return framed_page("page", report.name, data, sections_of(report), report.all_notes)
 
 
 def _placed(report: PlanReport) -> dict[str, Any]:

@@ -68,6 +68,16 @@ document.body.dataset.answer = JSON.stringify(orders.map((order) => all.map((ran
   group: groupOf(rank, axis),
   sends: neighbours(rank, axis).map((other) => other < 0 ? null : [other, tierBetween(order, rank, other)]),
 })))));
+const small = fitting(60, 60);
+const scale = Math.min(1, 60 / small.width, 60 / small.height);
+const texts = [];
+const context = { measureText: (text) => ({ width: text.length }), fillText: (text) => texts.push(text) };
+for (const width of [11, 6, 1]) fittedText(context, "pod10.leaf3", 0, 0, width);
+document.body.dataset.looks = JSON.stringify({
+  taken: [small.width, small.height].map((size) => (size * scale) / 60),
+  names: data.boxes.map((_, box) => nameInPod(box)), texts,
+  headers: [...document.querySelectorAll("#summary th")].map((cell) => cell.textContent),
+});
 show(13, true);
 chooseColour(1); chooseOrder(1); redraw();
 </script>"""
@@ -103,6 +113,20 @@ def test_a_browser_shows_groups_neighbours_and_tiers_as_they_are(tmp_path: Path,
                 for other, tier in filter(None, found["sends"]):
                     assert tier == _tier(report.fabric, placement.place_of(rank), placement.place_of(other))
     assert "tp group: ranks 12, 13, 14, 15" in done.stdout
+    looks = re.search(r'data-looks="([^"]*)"', body[1])
+    assert looks is not None
+    _check_looks(json.loads(looks[1].replace("&quot;", '"')), has_fabric=clos is not None)
+
+
+def _check_looks(looks: dict[str, Any], *, has_fabric: bool) -> None:
+    """Where not even the smallest cells fit, the drawing takes the room there is; cut names stay apart; a title is
+    said once.
+    """
+    assert max(looks["taken"]) > 0.9 and min(looks["taken"]) > 0.4
+    assert looks["texts"] == ["pod10.leaf3", "\u2026leaf3"], "one that has no room for a letter is left out"
+    assert "estimates" not in looks["headers"]
+    if has_fabric:
+        assert looks["names"] == ["leaf0", "leaf1", "leaf0", "leaf1"]
 
 
 def _sends(group: tuple[int, ...], place: int, pattern: str) -> list[int | None]:
