@@ -198,11 +198,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest go first, so that no worker is left alone with one of them at the end."""
+    """Files whose tests may take longest go first, so that no worker is left alone with one of them at the end.
+
+    Those that need no service and name no limit come last: there are thousands of tests of a moment in them.
+    """
     longest: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         limit = item.get_closest_marker("timeout")
-        longest[item.path] = max(longest[item.path], float(limit.args[0]) if limit else 0.0)
+        seconds = float(limit.args[0]) if limit else 120.0 if _services_of(item) else 0.0
+        longest[item.path] = max(longest[item.path], seconds)
     items.sort(key=lambda item: -longest[item.path])
 
 

@@ -37,6 +37,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
+    "torch._dynamo",  # which recomputation imports
     "pytest",
     "hypothesis",
     "hpc_train.train.build",

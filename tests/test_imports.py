@@ -71,10 +71,12 @@ TORCH_FREE_MODULES = [
             "location",
             "node_save",
             "node_writer",
+            "opcodes",
             "placed",
             "pruning",
             "run_location",
             "store",
+            "torch_index",
             "verify",
             "webhdfs_store",
             "write",
@@ -258,3 +260,20 @@ def test_importing_the_package_does_no_work() -> None:
     version, _, modules = _python(code).partition(" ")
     assert version[0].isdigit()
     assert modules.strip() == "[]"
+
+
+_TAKE_A_STEP = """
+import sys
+from tests.ranks import TestRank
+from tests.train.trainers import TREES, make_config, make_trainer, sequences
+for tree in TREES.values():
+    trainer = make_trainer(TestRank(0, 1, None, None), make_config(tree))
+    trainer.step(1, sequences(1, 4), lr=1e-3)
+found = sorted({"torch._dynamo", "torch.distributed.checkpoint", "sympy"} & set(sys.modules))
+assert not found, found
+"""
+
+
+def test_a_training_step_imports_nothing_of_torch_s_compiler() -> None:
+    """Several seconds of a processor at each start of each rank."""
+    _python(_TAKE_A_STEP)

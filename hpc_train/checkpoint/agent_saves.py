@@ -22,7 +22,7 @@ from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.placed import PlacedBox
 from hpc_train.checkpoint.snapshot import Snapshot, snapshot_bytes
 from hpc_train.checkpoint.state import StatePiece
-from hpc_train.checkpoint.torch_files import index_bytes
+from hpc_train.checkpoint.torch_index import index_bytes
 from hpc_train.cluster.agent_address import AgentConnection, AgentGone
 from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment

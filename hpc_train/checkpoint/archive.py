@@ -7,12 +7,12 @@ before its first byte is written, and is written from beginning to end.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import zlib
 from dataclasses import dataclass
 from math import prod
 
+from hpc_train.checkpoint.opcodes import integer, integers, named, text
 from hpc_train.errors import CheckpointError
 
 _STORAGES = {
@@ -101,33 +101,24 @@ def _pickled(dtype: str, sizes: tuple[int, ...]) -> bytes:
     """torch._utils._rebuild_tensor_v2((storage), 0, sizes, strides, False, OrderedDict()), as torch.save writes it."""
     strides = tuple(prod(sizes[index + 1 :]) for index in range(len(sizes)))
     parts = [
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(",
-        b"(",
-        _text("storage"),
-        f"ctorch\n{_storage(dtype)[0]}\n".encode(),
-        _text("0"),
-        _text("cpu"),
-        _integer(prod(sizes)),
+        b"\x80\x02",
+        named("torch._utils", "_rebuild_tensor_v2"),
+        b"((",
+        text("storage"),
+        named("torch", _storage(dtype)[0]),
+        text("0"),
+        text("cpu"),
+        integer(prod(sizes)),
         b"tQ",
-        _integer(0),
-        _integers(sizes),
-        _integers(strides),
-        b"\x89ccollections\nOrderedDict\n)R",
+        integer(0),
+        integers(sizes),
+        integers(strides),
+        b"\x89",
+        named("collections", "OrderedDict"),
+        b")R",
         b"tR.",
     ]
     return b"".join(parts)
-
-
-def _text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-def _integer(value: int) -> bytes:
-    return pickle.dumps(value, protocol=2)[2:-1]
-
-
-def _integers(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(_integer, values)) + b"t"
 
 
 def _data_header(num_bytes: int, start: int) -> bytes:

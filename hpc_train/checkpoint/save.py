@@ -21,16 +21,12 @@ from hpc_train.checkpoint.finish import finish
 from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.checkpoint.placed import WrittenBox
 from hpc_train.checkpoint.state import Piece, StatePiece
+from hpc_train.checkpoint.torch_index import index_bytes
 from hpc_train.checkpoint.visible import wait_for_folder
 from hpc_train.checkpoint.write import in_words
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import warn
-
-
-def prepare_saving() -> None:
-    """Import now what the first save needs, for which the end of a warning may not wait."""
-    torch_files.import_torch_writer()
 
 
 def save_checkpoint(
@@ -102,5 +98,5 @@ def _write_pieces(temporary: Location, pieces: Sequence[Piece], rank: int) -> li
 
 def _finish(temporary: Location, step: int, written: Sequence[WrittenBox], values: dict[str, Any]) -> None:
     """On rank 0."""
-    index = torch_files.index_bytes([box.placed for box in written])
+    index = index_bytes([box.placed for box in written])
     finish(temporary, step, written, values, memoryview(index), warn)

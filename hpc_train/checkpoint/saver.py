@@ -14,7 +14,7 @@ from hpc_train.checkpoint.agent_saves import AgentSaves, AgentTarget, Saved, Sav
 from hpc_train.checkpoint.folder import step_folder
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.run_location import is_elsewhere, note_saved
-from hpc_train.checkpoint.save import prepare_saving, save_checkpoint
+from hpc_train.checkpoint.save import save_checkpoint
 from hpc_train.checkpoint.state import StatePiece
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.comm.world import World
@@ -54,8 +54,6 @@ class Saver:
             return
         self._is_open = True
         config = self._config
-        if self._world.rank == 0:
-            prepare_saving()
         if config.writer == "agent" and self._agent is None:
             raise ConfigError(
                 "checkpoint.writer=agent, but no driver has started a node agent here. Start by `hpc-train run` or "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hpc_train.config import ModelConfig
 from hpc_train.models.transformer import Attention, GptFeedForward, LlamaFeedForward, Transformer, initial_values
@@ -23,7 +25,7 @@ def build_part(
         exchange: Of the tp group.
     """
     held = {"layers": part.layers, "has_embedding": part.has_embedding, "has_head": part.has_head}
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutValues():
         if split.tp == 1:
             model = Transformer(config, seq_len, **held)  # type: ignore[arg-type]
         else:
@@ -53,6 +55,26 @@ def set_recomputation(model: Transformer, recompute: str) -> None:
             module.recompute_core = recompute == "selective"
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Modules are made without values of their own, since a rank sets others.
+
+    On the meta device a normal draw imports torch._dynamo, hundreds of modules for nothing at each start of a rank
+    (measured with torch 2.13; see docs/measurements/main-job.md).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def _check_plans(model: nn.Module, plans: Sequence[LocalParameter]) -> None:
     """The plan and the model name the same parameters with the same shapes."""
     planned = {plan.local_name: plan.box.sizes for plan in plans}
@@ -66,5 +88,6 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+                # Not empty_like, which is Python and imports sympy where the parameter is on the meta device.
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
             setattr(module, name, made[id(parameter)])

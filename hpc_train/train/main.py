@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -68,6 +69,7 @@ def run_rank(run_dir: Path) -> NoReturn:
     It never returns. After a failure there is no farewell of MPI's or torch's: the others are not listening. After
     success there is, but Python's own tear-down is left out: with torch loaded it takes seconds on a busy node.
     """
+    gc.disable()  # until all is imported: looking through what stays costs a second of a start
     host = socket.gethostname()
     env = process_env()
     launched: int | None = (
@@ -174,6 +176,8 @@ def _train(
     from hpc_train.train.build import build_run
     from hpc_train.train.recording import start_recorder
 
+    gc.freeze()  # what modules hold stays, and later collections need not look at it
+    gc.enable()
     if config.observe.rank_logs:
         log.copy_output(rank_log(run_dir, world.rank))
     report_environment(world)

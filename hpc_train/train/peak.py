@@ -26,7 +26,7 @@ def world_peak_flops(world: World, dtype: torch.dtype, given_per_rank: float | N
     return total, "data sheet" if known is not None else "measured matrix product"
 
 
-def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """Mean FLOP/s of square matrix products over `seconds`, after one to warm up.
 
     The size is large enough that a GPU's launch or a CPU's thread start does not count (assumed).

@@ -374,14 +374,12 @@ _MEASURE = """
 import sys
 from pathlib import Path
 from hpc_train.checkpoint.convert_hf import convert
-from hpc_train.checkpoint.save import prepare_saving
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 small, large, folder = map(Path, sys.argv[1:])
-prepare_saving()
 convert(small, folder / "small")  # what is imported and allocated once
 for source, target, dtype in [(large, folder / "there", "bf16"), (folder / "there", folder / "back", "fp32")]:
     open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew

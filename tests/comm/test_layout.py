@@ -146,6 +146,7 @@ def _check(output: str, num_ranks: int) -> dict[int, tuple[str, int]]:
 
 
 @pytest.mark.mpi
+@pytest.mark.long  # over MPI it runs under srun too
 @pytest.mark.timeout(300)
 def test_the_guides_example_runs_under_mpirun() -> None:
     done = run_mpi(EXAMPLE, 2, timeout_s=280)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -29,11 +31,19 @@ def _run(folder: Path, *overrides: str, run: str = "run", num_ranks: int = 2, fa
     )
 
 
-def test_a_run_leaves_metrics_checkpoints_plan_and_outcome(folder):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run on two ranks that nobody disturbs, and its folder, which several tests look at."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_corpus(folder / "corpus")
     write_config(folder)
     result = _run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
-    run = folder / "run"
+    return result, folder / "run"
+
+
+def test_a_run_leaves_metrics_checkpoints_plan_and_outcome(alone):
+    result, run = alone
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -48,16 +58,15 @@ def test_a_run_leaves_metrics_checkpoints_plan_and_outcome(folder):
     assert re.search(r"r0 \| step 6/6 \| loss", result.stdout)
 
 
-def test_a_run_killed_in_the_middle_continues_and_ends_as_one_left_alone_bit_for_bit(folder):
+def test_a_run_killed_in_the_middle_continues_and_ends_as_one_left_alone_bit_for_bit(folder, alone):
     write_config(folder)
-    assert _run(folder, run="alone").returncode == 0
     killed = _run(folder, run="killed", faults=FaultPlan().kill(rank=1, step=4))
     assert killed.returncode not in (0, 2)
     assert [line["step"] for line in metrics(folder / "killed")] == [1, 2, 3]
     again = _run(folder, run="killed")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout
-    assert metrics(folder / "killed") == metrics(folder / "alone")
+    assert metrics(folder / "killed") == metrics(alone[1])
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_has_each_step_once(folder):
@@ -165,18 +174,16 @@ def test_a_truncated_data_file_is_refused_with_both_sizes(folder):
     assert "corpus.bin" in result.stdout + result.stderr
 
 
-def test_a_checkpoint_of_another_model_is_refused(folder):
-    write_config(folder)
-    assert _run(folder).returncode == 0
+def test_a_checkpoint_of_another_model_is_refused(folder, alone):
+    shutil.copytree(alone[1].parent, folder, dirs_exist_ok=True)
     result = _run(folder, "model.hidden_size=64")
     assert result.returncode in (ExitCode.USAGE, ExitCode.CHECKPOINT)
     assert "hidden_size" in result.stdout + result.stderr
 
 
-def test_damaged_checkpoints_without_a_sound_one_stop_the_run_with_code_5(folder):
-    write_config(folder)
-    assert _run(folder, "checkpoint.keep=1").returncode == 0
-    for path in (folder / "run/checkpoints/step_0000006").glob("*.distcp"):
+def test_damaged_checkpoints_without_a_sound_one_stop_the_run_with_code_5(folder, alone):
+    shutil.copytree(alone[1].parent, folder, dirs_exist_ok=True)
+    for path in (folder / "run/checkpoints").glob("step_*/*.distcp"):
         path.write_bytes(path.read_bytes()[:100])
     result = _run(folder, "train.steps=8")
     assert result.returncode == ExitCode.CHECKPOINT
