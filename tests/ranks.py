@@ -119,6 +119,8 @@ def run_ranks(
         env: Variables set in each rank on top of the server's. (The server has the environment of the
             first call: what a test sets in its own process later is not seen by ranks.)
     """
+    if not _num_runs:
+        _load_server()
     _num_runs.append(world_size)
     deadline = time.monotonic() + timeout_s
     folder = tempfile.mkdtemp(prefix="ranks-")
@@ -144,6 +146,15 @@ def run_ranks(
             member.process.close()
             member.pipe.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _load_server() -> None:
+    """Have the fork server load what it shall, which takes minutes on a busy machine, before a time limit counts."""
+    process = _context.Process(target=os.getpid, name="first")
+    with _server_environment():
+        process.start()
+    process.join()
+    process.close()
 
 
 def num_rank_runs() -> int:

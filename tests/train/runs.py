@@ -48,7 +48,7 @@ def hpc_train(
     args: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m hpc_train ARGS` to its end."""
