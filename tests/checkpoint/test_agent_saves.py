@@ -372,7 +372,7 @@ def test_what_all_ranks_have_is_told_to_rank_0_alone(tmp_path: Path) -> None:
     with agents(1) as key:
         _, longest = run_threads(lambda rank: _save_once(rank, tmp_path / "root", key), 2, one_node=True)
         _, by_ranks = run_threads(lambda rank: _save_once(rank, tmp_path / "other", key, writer="rank"), 2)
-    assert max(longest, by_ranks) < 400, "a box alone is 250 bytes long, and each rank has two"
+    assert max(longest, by_ranks) < 200, "the two boxes of a rank are 400 bytes long"
 
 
 class _FakeCuda:
