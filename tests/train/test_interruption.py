@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,15 @@ from hpc_train.cluster.agent_address import ask_agent, this_node
 from hpc_train.errors import ExitCode
 from hpc_train.launch.run_folder import read_owner
 from tests.faults.plan import FaultPlan
+from tests.processes import kill_tree
 from tests.ranks import mpi_environment
 from tests.train.runs import hpc_train, metrics, write_config, write_corpus
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 STEPS = 60
 SLOW = FaultPlan().slow(200)
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -33,16 +35,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *words: str, run: str = "run", faults: FaultPlan = SLOW) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "hpc_train", "run", str(folder / "config.yaml"), "-n", "2"]
-    with (folder / f"{run}.out").open("w") as out:
-        return subprocess.Popen(
-            [*command, "--run-dir", str(folder / run), *words],
-            env=mpi_environment(faults.environment()),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts the run with further words; what a test leaves of it when it fails is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, faults: FaultPlan = SLOW) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "hpc_train", "run", str(folder / "config.yaml"), "-n", "2"]
+        with (folder / "run.out").open("w") as out:
+            process = subprocess.Popen(
+                [*command, "--run-dir", str(folder / "run"), *words],
+                env=mpi_environment(faults.environment()),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            kill_tree(process.pid)
+            process.wait()
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -83,38 +98,46 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     return metrics(folder / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_to_the_driver_saves_the_step_ends_with_10_and_the_run_goes_on_bit_for_bit(
-    folder: Path, alone: list[dict[str, object]], number: signal.Signals
+def test_signals_to_the_driver_and_a_time_limit_save_the_step_end_with_10_and_the_run_goes_on_bit_for_bit(
+    folder: Path, alone: list[dict[str, object]], start: Start
 ) -> None:
-    process = start(folder)
-    wait_for_step(folder / "run", 5, process)
-    process.send_signal(number)
-    assert process.wait(60) == ExitCode.REQUEUE, (folder / "run.out").read_text()
-    record = outcome(folder / "run")
-    taken = metrics(folder / "run")[-1]["step"]
-    assert 5 <= taken < STEPS
-    assert (record["outcome"], record["exit_code"]) == ("interrupted", 10)
-    assert record["reason"] == f"stopped after step {taken}, which is saved: SIGUSR2 on 2 of 2 ranks"
-    assert (folder / "run/checkpoints/latest").read_text() == f"step_{taken:07d}\n"
-    finish(folder, "run")
-    assert f"step_{taken:07d} at step {taken}" in (folder / "run/logs" / f"{os.uname().nodename}.log").read_text()
-    assert metrics(folder / "run") == alone
-    assert json.loads((folder / "run/outcome-1.json").read_text()) == record
-
-
-def test_a_time_limit_stops_the_run_in_good_time_without_a_signal(folder: Path, alone: list[dict[str, object]]) -> None:
+    """Three times in a row: TERM, USR2, and a time limit, which stops the run in good time without a signal."""
+    run, taken = folder / "run", 0
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        process = start()
+        wait_for_step(run, taken + 5, process)
+        process.send_signal(number)
+        taken = _check_saved(folder, process, taken, "SIGUSR2 on 2 of 2 ranks")
     begin = time.time()
-    process = start(folder, "--time", "0:30")
-    assert process.wait(120) == ExitCode.REQUEUE, (folder / "run.out").read_text()
-    assert time.time() < begin + 30 or metrics(folder / "run")[-1]["step"] == 1
-    assert str(outcome(folder / "run")["reason"]).endswith("which is saved: the time limit")
+    process = start("--time", "0:20", faults=FaultPlan().slow(1000))
+    last = _check_saved(folder, process, taken, "the time limit")
+    assert time.time() < begin + 20 or last == taken + 1
     finish(folder, "run")
-    assert metrics(folder / "run") == alone
+    assert metrics(run) == alone
+    earlier = [json.loads((run / f"outcome-{number}.json").read_text())["exit_code"] for number in (1, 2, 3)]
+    assert earlier == [ExitCode.REQUEUE] * 3
 
 
-def test_ctrl_c_ends_the_run_at_once_where_signals_that_slurm_repeats_wait_for_the_save(folder: Path) -> None:
-    process = start(folder, faults=FaultPlan().hang(rank=1, step=4))
+def _check_saved(folder: Path, process: subprocess.Popen[str], first: int, reason: str) -> int:
+    """The step behind `first` at which it was stopped, which is saved; and that is what the records say."""
+    run = folder / "run"
+    assert process.wait(240) == ExitCode.REQUEUE, (folder / "run.out").read_text()
+    record = outcome(run)
+    taken = int(str(metrics(run)[-1]["step"]))
+    assert first < taken < STEPS
+    assert (record["outcome"], record["exit_code"]) == ("interrupted", 10)
+    assert record["reason"] == f"stopped after step {taken}, which is saved: {reason}"
+    assert (run / "checkpoints/latest").read_text() == f"step_{taken:07d}\n"
+    if first:
+        log = (run / "logs" / f"{os.uname().nodename}.log").read_text()
+        assert f"step_{first:07d} at step {first}" in log
+    return taken
+
+
+def test_ctrl_c_ends_the_run_at_once_where_signals_that_slurm_repeats_wait_for_the_save(
+    folder: Path, start: Start
+) -> None:
+    process = start(faults=FaultPlan().hang(rank=1, step=4))
     wait_for_step(folder / "run", 3, process)
     for _ in range(2):
         process.terminate()
@@ -126,10 +149,12 @@ def test_ctrl_c_ends_the_run_at_once_where_signals_that_slurm_repeats_wait_for_t
 
 
 @pytest.mark.long
-def test_ranks_that_are_killed_before_they_could_save_were_interrupted_and_have_not_failed(folder: Path) -> None:
+def test_ranks_that_are_killed_before_they_could_save_were_interrupted_and_have_not_failed(
+    folder: Path, start: Start
+) -> None:
     """The warning ends while agents still write the save before; one rank is killed a moment before the other."""
     slow = ["checkpoint.every=4", "checkpoint.write_bytes_per_s=1000", "checkpoint.finish_s=0"]
-    process = start(folder, *slow)
+    process = start(*slow)
     wait_for_step(folder / "run", 5, process)
     owner = read_owner(folder / "run")
     assert owner is not None
@@ -161,10 +186,10 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_full_when_the_run_must_stop_loses_nothing_that_was_saved(
-    folder: Path, small_disk: Path
+    folder: Path, small_disk: Path, start: Start
 ) -> None:
     """FC-64: the warning has come, the save fails: the last complete checkpoint stands, and the code says why."""
-    process = start(folder, "checkpoint.every=4", "checkpoint.keep=1")
+    process = start("checkpoint.every=4", "checkpoint.keep=1")
     wait_for_step(folder / "run", 4, process)
     deadline = time.monotonic() + 60
     while not (small_disk / "latest").exists():

@@ -14,7 +14,7 @@ from tests.train.test_run_slurm import ENV, _hpc_train
 
 pytestmark = [pytest.mark.mpi_brands, pytest.mark.slurm, pytest.mark.timeout(300)]
 
-SALLOC = ("salloc", "--quiet", "-N2", "--ntasks-per-node=2")
+SALLOC = ("salloc", "--quiet", "-N2", "--ntasks-per-node=1")
 FITS = {"openmpi5": "pmix", "openmpi4": "pmix", "mpich": "pmi2"}
 MISFITS = {"openmpi5": "pmi2", "openmpi4": "pmi2", "mpich": "pmix"}
 
