@@ -6,7 +6,6 @@ refused with the nearest known name. Checks never rewrite a field: what was aske
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from hpc_train.config_faults import explained
 from hpc_train.config_text import apply_override, parse_yaml
 from hpc_train.errors import ConfigError
 
@@ -254,6 +254,31 @@ class OptimizerConfig(Section):
         return self
 
 
+class LocalCopiesConfig(Section):
+    """Copies of the state on the nodes' own disks, for quick restarts: of each node on its own and on another one.
+
+    path: a folder that each node has for itself; $NAME in it stands for a variable there. every: steps. keep: saves
+    that are kept, beside one that is being written. most_bytes: of a node's folder. send_bytes_per_s: the most that a
+    node sends to the other one.
+    """
+
+    path: str
+    every: Positive
+    keep: Literal[1, 2] = 1
+    most_bytes: Positive | None = None
+    send_bytes_per_s: Positive | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_local_path(cls, value: str) -> str:
+        if not value.startswith(("/", "$")):
+            raise ValueError(
+                f"checkpoint.local.path={value} is not a path from / on, nor a variable such as $TMPDIR; give a folder "
+                "on each node's own disk"
+            )
+        return value
+
+
 class CheckpointConfig(Section):
     """When the state is saved (0: only at the end), how many are kept (0: all), and what a failed save does.
 
@@ -261,7 +286,8 @@ class CheckpointConfig(Section):
     init_from: a checkpoint or run folder, or a URL, whose weights a run without a checkpoint of its own begins with.
     writer: the node agents, beside the training, or the ranks, which wait; auto: agents while every node has one.
     when_busy: what a save does that is due while agents write the one before. write_bytes_per_s: the most that a
-    node's agent writes. finish_s: how long agents may write on when the ranks have ended.
+    node's agent writes. finish_s: how long agents may write on when the ranks have ended. local: copies on the nodes'
+    own disks, from which a run goes on where they are newer and whole; left out, none.
     """
 
     every: NonNegative = 0
@@ -275,6 +301,16 @@ class CheckpointConfig(Section):
     when_busy: Literal["wait", "skip"] = "wait"
     write_bytes_per_s: Positive | None = None
     finish_s: Annotated[float, Field(ge=0)] = 600.0
+    local: LocalCopiesConfig | None = None
+
+    @model_validator(mode="after")
+    def _agents_copy(self) -> CheckpointConfig:
+        if self.local is not None and self.writer == "rank":
+            raise ValueError(
+                "checkpoint.local has no effect with checkpoint.writer=rank, since the node agents make the copies; "
+                "leave one of them out"
+            )
+        return self
 
 
 class LaunchConfig(Section):
@@ -422,7 +458,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in _root_faults(error.errors())]
+        lines = explained(error.errors(), Config)
         raise ConfigError(f"{source}: " + "\n  ".join(["the configuration cannot be used:", *lines])) from None
 
 
@@ -447,48 +483,3 @@ def _read_source(source: str | Path) -> tuple[str, str]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-
-
-def _root_faults(items: Sequence[Any]) -> list[Any]:
-    """Leave out that a list is too short where that only means that its entries are wrong."""
-
-    def is_consequence(item: Any) -> bool:
-        place = tuple(item["loc"])
-        return item["type"] == "too_short" and any(
-            len(other["loc"]) > len(place) and tuple(other["loc"][: len(place)]) == place for other in items
-        )
-
-    return [item for item in items if not is_consequence(item)]
-
-
-def _explain(item: Any) -> str:
-    location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    key = ".".join(str(part) for part in location)
-    if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_nearest(location)}"
-    if item["type"] == "missing":
-        return f"{key}: required, but not given"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (given: {item['input']!r})" if key and item["type"] != "value_error" else message
-
-
-def _nearest(location: Sequence[Any]) -> str:
-    section: Any = Config
-    for part in location[:-1]:
-        if isinstance(part, str):
-            section = _section_of(section.model_fields[part].annotation)
-            if section is None:
-                return ""
-    known = list(section.model_fields)
-    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(known)}"
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _section_of(argument)
-        if found is not None:
-            return found
-    return None

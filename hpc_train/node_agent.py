@@ -12,10 +12,13 @@ from hpc_train.health.agent import run_agent
 
 def services(log: Callable[[str], None]) -> Sequence[Service]:
     """What the agent does beside watching its ranks. None of it imports torch, or anything before it is asked."""
+    from hpc_train.checkpoint.copy_service import CopyService
     from hpc_train.checkpoint.node_writer import CheckpointService
     from hpc_train.data.node_reader import DataService
 
-    return [DataService(log), CheckpointService(log)]
+    copies = CopyService(log)
+    # In the order in which they end: what saves have left to copy comes before the copies are given up.
+    return [DataService(log), CheckpointService(log, copies), copies]
 
 
 if __name__ == "__main__":

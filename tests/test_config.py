@@ -35,6 +35,12 @@ def test_overrides_reach_sections_and_lists_and_the_last_one_wins():
         ("parallel.cp=2", "parallel.cp=2 is not supported"),
         ("parallel.sequence_parallel=true", "no effect with tp=1; leave it out, or use tp=2"),
         ("parallel.tp_tiles=4", "tp_tiles=4 has no effect with tp=1; leave it out, or use tp=2"),
+        (
+            "checkpoint.local={path: scratch, every: 2}",
+            "path=scratch is not a path from / on, nor a variable such as \\$TMPDIR",
+        ),
+        ("checkpoint.local={path: /scratch, evry: 2}", "checkpoint.local.evry: unknown key; did you mean every"),
+        ("checkpoint={writer: rank, local: {path: /scratch, every: 2}}", "no effect with checkpoint.writer=rank"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr"),
         ("name=../x", "name: "),
         ("model.attention_window=257", "257 of layer 0 is longer than data.seq_len=256. Use 256 or less, or null"),

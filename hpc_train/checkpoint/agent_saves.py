@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from hpc_train.checkpoint.attempt import attempt_of
+from hpc_train.checkpoint.local_saves import LocalCopies
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.placed import PlacedBox
 from hpc_train.checkpoint.snapshot import Snapshot, snapshot_bytes
@@ -103,6 +104,7 @@ class AgentSaves:
         self._connection: AgentConnection | None = None
         self._gone: str | None = None
         self._snapshot: Snapshot | None = None
+        self._copies: LocalCopies | None = None
         self._together(self._connect)
         self._check_memory(snapshot_bytes(pieces, world.rank))
         self._together(lambda: self._take_memory(pieces))
@@ -110,6 +112,13 @@ class AgentSaves:
         placed = world.control.gather([box.to_plain() for box in self._snapshot.placed])
         with self._trial(target.root) as trial:
             self._together(lambda: self._pass_on(target, placed, trial))
+
+    def open_copies(self, copies: LocalCopies) -> None:
+        """Have saves copied to the nodes' own disks too. Raises as `LocalCopies.open`."""
+        assert self._connection is not None and self._snapshot is not None
+        num_bytes = sum(box.item_bytes for box in self._snapshot.placed)
+        copies.open(self._session, self._connection, num_bytes)
+        self._copies = copies
 
     def save(
         self,
@@ -119,10 +128,13 @@ class AgentSaves:
         when_busy: Literal["wait", "skip"],
         *,
         hurry: bool = False,
+        is_for_store: bool = True,
+        has_copy: bool = False,
     ) -> bool:
         """Copy the state and have it written; false where it is left out because the save before is not done.
 
-        hurry: it and the one before are written without regard to checkpoint.write_bytes_per_s.
+        hurry: it and the one before are written without regard to checkpoint.write_bytes_per_s. is_for_store, has_copy:
+        whether it is written to the store, and whether to the nodes' own disks.
 
         Raises:
             SaveFailed: the save before failed, and this one is not begun. Once for each.
@@ -130,32 +142,35 @@ class AgentSaves:
         """
         assert self._snapshot is not None
         begin = time.perf_counter()
-        while (token := self._begin(step, when_busy, hurry)) is None:
+        while (token := self._begin(step, when_busy, hurry, is_for_store)) is None:
             if when_busy == "skip":
                 return False
             self.settle()
         self._snapshot.fill(pieces)
-        message = {"say": "checkpoint.take", "token": token}
+        message = {"say": "checkpoint.take", "token": token, "is_for_store": is_for_store}
+        if has_copy:
+            assert self._copies is not None
+            message["copy"] = self._copies.order()
         # An agent that has ended is noticed by all together, at the next save.
         self._ask({**message, "values": values} if self._world.rank == 0 else message)
-        self._pending = _Pending(token, step, time.perf_counter() - begin)
-        if self._world.rank == 0:
+        self._pending = _Pending(token, step, time.perf_counter() - begin, is_for_store, has_copy)
+        if self._world.rank == 0 and is_for_store:
             self._pending.listen(self._agent, self._session)
             say(f"step {step} is copied in {self._pending.stall_s:.2f} s; the node agents write it")
         return True
 
     @property
     def pending_step(self) -> int | None:
-        """The last step that was copied and is not settled. Not collective."""
-        return None if self._pending is None else self._pending.step
+        """The last step that was copied for the store and is not settled. Not collective."""
+        return self._pending.step if self._pending is not None and self._pending.is_for_store else None
 
     @property
     def is_writing(self) -> bool:
         """Whether a save is on its way, as far as this rank knows, and rank 0 knows best. Not collective."""
-        return self._pending is not None and self._pending.heard() is None
+        return self._pending is not None and self._pending.is_for_store and self._pending.heard() is None
 
     def settle(self) -> None:
-        """Wait until the last save is committed, if one is on its way, and no agent writes any more.
+        """Wait until the last save is committed and copied, if one is on its way, and no agent writes any more.
 
         Raises:
             SaveFailed, AgentGone: as `save`.
@@ -163,13 +178,22 @@ class AgentSaves:
         pending = self._pending
         if pending is None:
             return
+        try:
+            if pending.is_for_store:
+                self._settle_store(pending)
+        finally:
+            self._pending = None
+            if pending.has_copy:
+                # Of an agent that has ended all hear at the next save.
+                self._world.control.all_gather(self._outcome(pending, commit=True, free=True))
+
+    def _settle_store(self, pending: _Pending) -> None:
         answers = self._world.control.all_gather(self._outcome(pending, commit=False))
         problem = next(filter(None, map(_problem, answers)), None)
         if problem is not None:
             self._abandon(pending, problem)
         last = self._outcome(pending, commit=True) if self._world.rank == 0 else None
         last = self._world.control.broadcast(last)
-        self._pending = None
         if _is_committed(last):
             self._tell(pending, last)
             return  # an agent that has ended since is noticed at the next save
@@ -268,7 +292,7 @@ class AgentSaves:
         if "error" in answer:
             raise CheckpointError(f"the node agent of {self._agent[1]} does not take the state: {answer['error']}")
 
-    def _begin(self, step: int, when_busy: str, hurry: bool) -> str | None:
+    def _begin(self, step: int, when_busy: str, hurry: bool, is_for_store: bool) -> str | None:
         """The token of a save that is begun on every node; None where the one before is not done on some."""
         self._num_begun += 1
         token = f"{self._session}{self._num_begun:08x}"
@@ -276,15 +300,17 @@ class AgentSaves:
         message = {"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry}
         answers = self._world.control.all_gather(self._ask(message))
         told = [answer["failed"] for answer in answers if answer.get("failed")]
-        failed = [why for of_token, why in told if pending is not None and of_token == pending.token]
+        failed = [why for of_token, why in told if pending is not None and pending.is_failed_by(of_token)]
         busy = next((answer["busy"] for answer in answers if answer.get("busy")), None)
         is_gone = any("gone" in answer for answer in answers)
         is_news = bool(failed) and pending is not None and not pending.is_raised
         if not (is_news or busy or is_gone):
-            if pending is not None and not pending.is_raised:
+            if pending is not None and pending.is_for_store and not pending.is_raised:
                 # All agents have said that they are done with it, and none that it failed.
                 self._tell(pending, self._outcome(pending, commit=True) if self._world.rank == 0 else {})
             self._pending = None
+            if self._copies is not None:
+                self._copies.hear(answers)
             return token
         self._ask({"say": "checkpoint.cancel", "token": token})
         if pending is not None and (is_gone or is_news):
@@ -299,7 +325,8 @@ class AgentSaves:
             raise SaveFailed(pending.step, failed[0])
         if self._world.rank == 0:
             assert busy is not None
-            action = "it is waited for" if when_busy == "wait" else "this one is left out (checkpoint.when_busy=skip)"
+            left_out = "this one is left out (checkpoint.when_busy=skip)" if is_for_store else "there is no local copy"
+            action = "it is waited for" if when_busy == "wait" else left_out
             written, whole = (f"{busy[name] / 2**20:.0f}" for name in ("written_bytes", "num_bytes"))
             so_far = f"{written} of {whole} MiB of a node"
             say(f"step {step}: the save of step {busy['step']} is not done, {so_far}: {action}")
@@ -309,13 +336,14 @@ class AgentSaves:
         """Wait until no agent that lives writes or commits any more: the ranks may use the same folder then."""
         if pending is not None:
             last = self._outcome(pending, commit=True)
-            if _is_committed(last) and self._world.rank == 0:
+            if _is_committed(last) and pending.is_for_store and self._world.rank == 0:
                 self._tell(pending, last)
         self._world.control.barrier()
 
-    def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
-        """What has become of a save at this rank's agent, waiting for it. Not collective."""
-        message = {"say": "checkpoint.outcome", "session": self._session, "token": pending.token, "commit": commit}
+    def _outcome(self, pending: _Pending, *, commit: bool, free: bool = False) -> dict[str, Any]:
+        """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""
+        asked = {"session": self._session, "token": pending.token, "commit": commit, "free": free}
+        message = {"say": "checkpoint.outcome", **asked}
         return _poll(lambda: self._ask(message))
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,15 +393,20 @@ class AgentSaves:
 class _Pending:
     """A save on its way; on rank 0 a thread hears what becomes of it.
 
-    copied_at: on the clock of time.perf_counter. is_told: somebody has been told of its end. is_raised: its failure was
-    raised on every rank, and agents may still be about to end it.
+    is_for_store, has_copy: as of `save`. copied_at: on the clock of time.perf_counter. is_told: somebody has been told
+    of its end. is_raised: its failure was raised on every rank, and agents may still be about to end it.
     """
 
-    def __init__(self, token: str, step: int, stall_s: float) -> None:
+    def __init__(self, token: str, step: int, stall_s: float, is_for_store: bool, has_copy: bool) -> None:
         self.token, self.step, self.stall_s = token, step, stall_s
+        self.is_for_store, self.has_copy = is_for_store, has_copy
         self.copied_at = time.perf_counter()
         self.is_told = self.is_raised = False
         self._heard: dict[str, Any] | None = None
+
+    def is_failed_by(self, token: str) -> bool:
+        """Whether a failure of that save is one of this one, and of the store."""
+        return self.is_for_store and token == self.token
 
     def listen(self, agent: tuple[str, str], session: str) -> None:
         """Begin to wait for the agent's last word."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -19,8 +20,9 @@ _MOST_OPEN = 32
 class BoxFiles:
     """The files of a checkpoint folder, opened as they are asked for and closed at the end."""
 
-    def __init__(self, folder: Location) -> None:
-        self._folder = folder
+    def __init__(self, folder: Location, folder_of: Mapping[str, Location] | None = None) -> None:
+        """folder_of: by name, of files that lie elsewhere."""
+        self._folder, self._folder_of = folder, folder_of or {}
         self._open: OrderedDict[str, tuple[Reader, ExitStack]] = OrderedDict()
 
     def __enter__(self) -> BoxFiles:
@@ -42,10 +44,13 @@ class BoxFiles:
         try:
             count = self._reader(name).read_into(start, raw.data)
         except FileNotFoundError:
-            raise CheckpointError(f"{self._folder / name} is missing") from None
+            raise CheckpointError(f"{self._place(name)} is missing") from None
         if count != num_bytes:
-            raise CheckpointError(f"{self._folder / name} ends {num_bytes - count} bytes early")
+            raise CheckpointError(f"{self._place(name)} ends {num_bytes - count} bytes early")
         return raw
+
+    def _place(self, name: str) -> Location:
+        return self._folder_of.get(name, self._folder) / name
 
     def _reader(self, name: str) -> Reader:
         if name in self._open:
@@ -54,5 +59,5 @@ class BoxFiles:
         if len(self._open) == _MOST_OPEN:
             self._open.popitem(last=False)[1][1].close()
         stack = ExitStack()
-        self._open[name] = stack.enter_context((self._folder / name).reading()), stack
+        self._open[name] = stack.enter_context(self._place(name).reading()), stack
         return self._open[name][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -29,12 +29,18 @@ class ChunkReader:
     other ranks read as well.
     """
 
-    def __init__(self, folder: Location, chunks: Sequence[Chunk], stored: Sequence[tuple[int, StoredBox, int]]) -> None:
-        """stored: by chunk the row of its box, the box, and the bytes of an element."""
+    def __init__(
+        self,
+        folder: Location,
+        chunks: Sequence[Chunk],
+        stored: Sequence[tuple[int, StoredBox, int]],
+        folder_of: Mapping[str, Location],
+    ) -> None:
+        """stored: by chunk the row of its box, the box, and the bytes of an element. folder_of: of files elsewhere."""
         self.problem: str | None = None
         self.failure: Exception | None = None
         self.runs: list[tuple[int, int, int, int]] = []
-        self._folder = folder
+        self._folder, self._folder_of = folder, folder_of
         self._work = list(zip(chunks, stored, strict=True))
         self._ready: queue.Queue[np.ndarray | None] = queue.Queue(_CHUNKS_AHEAD)
         self._taken = 0
@@ -58,7 +64,7 @@ class ChunkReader:
 
     def _read_all(self) -> None:
         try:
-            with BoxFiles(self._folder) as files:
+            with BoxFiles(self._folder, self._folder_of) as files:
                 for chunk, (row, stored, item_bytes) in self._work:
                     start, num_bytes = chunk.skipped * item_bytes, chunk.box.num_elements * item_bytes
                     data = files.read(stored.file, stored.start + start, num_bytes)
@@ -84,7 +90,7 @@ class ChunkReader:
         if num_bytes < stored.num_bytes:
             self.runs.append((row, start, num_bytes, crc32))
         elif crc32 != stored.crc32:
-            raise CheckpointError(damage(self._folder, stored))
+            raise CheckpointError(damage(self._folder_of.get(stored.file, self._folder), stored))
 
 
 def damage(folder: Location, stored: StoredBox) -> str:

@@ -60,7 +60,7 @@ def _joined_damage(loading: Loading, runs: Sequence[Sequence[int]]) -> str | Non
     for row, (end, crc32) in sorted(ends.items()):
         stored = loading.boxes[row]
         if end != stored.num_bytes or crc32 != stored.crc32:
-            return damage(loading.path, stored)
+            return damage(loading.folder_of.get(stored.file, loading.path), stored)
     return None
 
 
@@ -77,7 +77,7 @@ class _Carrier:
         self._places = {(chunk.part, chunk.number): place for place, chunk in enumerate(chunks)}
         self._at_hand: tuple[int, torch.Tensor | None] = (-1, None)
         self.legs = [self._leg(delivery, world.rank) for delivery in self._deliveries]
-        self.reader = ChunkReader(loading.path, chunks, stored)
+        self.reader = ChunkReader(loading.path, chunks, stored, loading.folder_of)
 
     def make(self, number: int) -> torch.Tensor:
         """The bytes of a box of a chunk that this rank has read; zeros where reading has failed."""

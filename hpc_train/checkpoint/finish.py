@@ -32,9 +32,9 @@ def finish(
     Raises:
         CheckpointError: the boxes do not cover each tensor exactly once, or a file is not there in its full size.
     """
-    tensors = _tensors(written)
+    tensors = tensors_of(written)
     _write(folder / METADATA_FILE, index, say)
-    files = {METADATA_FILE: len(index), **_laid_out(written)}
+    files = {METADATA_FILE: len(index), **laid_out(written)}
     sizes = {entry.name: entry.num_bytes for entry in folder.entries()}
     for name, num_bytes in sorted(files.items()):
         if name not in sizes:
@@ -45,7 +45,7 @@ def finish(
     _write(folder / MANIFEST_FILE, memoryview(manifest.to_json().encode()), say)
 
 
-def _laid_out(written: Sequence[WrittenBox]) -> dict[str, int]:
+def laid_out(written: Sequence[WrittenBox]) -> dict[str, int]:
     """Size of each file of boxes, by its layout."""
     ends: dict[str, int] = {}
     for box in written:
@@ -54,7 +54,12 @@ def _laid_out(written: Sequence[WrittenBox]) -> dict[str, int]:
     return ends
 
 
-def _tensors(written: Sequence[WrittenBox]) -> dict[str, StoredTensor]:
+def tensors_of(written: Sequence[WrittenBox]) -> dict[str, StoredTensor]:
+    """By name the tensors that boxes make up.
+
+    Raises:
+        CheckpointError: they do not cover one exactly once.
+    """
     boxes: dict[str, list[WrittenBox]] = {}
     for box in written:
         boxes.setdefault(box.placed.name, []).append(box)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ class Loading:
     """A planned load of one checkpoint.
 
     names, boxes: of the plan's tensors and stored boxes. pieces: this rank's, by their row of the plan's needs.
+    folder_of: of files that do not lie in `path`.
     """
 
     path: Location
@@ -33,6 +34,7 @@ class Loading:
     boxes: tuple[StoredBox, ...]
     plan: LoadPlan
     pieces: dict[int, StatePiece]
+    folder_of: Mapping[str, Location] = field(default_factory=dict)
 
     def dtype(self, tensor: int) -> torch.dtype:
         """The type in which it is stored."""
@@ -41,12 +43,19 @@ class Loading:
 
 
 def plan_loading(
-    path: Location, manifest: Manifest, pieces: Sequence[StatePiece], world: World, *, exact: bool
+    path: Location,
+    manifest: Manifest,
+    pieces: Sequence[StatePiece],
+    world: World,
+    *,
+    exact: bool,
+    spread: Mapping[str, tuple[int, Location]] | None = None,
 ) -> Loading:
     """Tell all ranks what each one needs, and plan who reads it. Collective over all ranks.
 
     exact: all that is stored must be wanted by some rank, in the type in which it is stored; otherwise what is not
-    wanted is left and types are converted.
+    wanted is left and types are converted. spread: where files lie that only one node has: by name the node and its
+    folder; None: all lie in `path`, which all nodes see.
 
     Raises:
         CheckpointError: on every rank: the checkpoint is of another model, with the first names that differ.
@@ -73,10 +82,12 @@ def plan_loading(
     sizes = np.array([getattr(torch, tensor.dtype).itemsize for tensor in manifest.tensors.values()], dtype=np.int64)
     stored = BoxTable.of([(tensor, box.box) for box, tensor in boxes], most)
     places = Places(np.array([told[0] for told in gathered]), np.array([told[1] for told in gathered]))
-    plan = plan_load(stored, sizes[stored.tensor], BoxTable.of(needs, most), holder, places)
+    lies_on = None if spread is None else np.array([spread[box.file][0] for box, _ in boxes], dtype=np.int64)
+    plan = plan_load(stored, sizes[stored.tensor], BoxTable.of(needs, most), holder, places, lies_on=lies_on)
     first = int(np.searchsorted(holder, world.rank))
     own = dict(enumerate(pieces, start=first))
-    return Loading(path, manifest, names, tuple(box for box, _ in boxes), plan, own)
+    folder_of = {} if spread is None else {file: folder for file, (_, folder) in spread.items()}
+    return Loading(path, manifest, names, tuple(box for box, _ in boxes), plan, own, folder_of)
 
 
 def _box_of(row: list[int], num_dims: int) -> Box:

@@ -93,7 +93,7 @@ def write_node(target: Target, step: int, token: str, parts: Sequence[Part], flo
     folder = folders.temporary_folder(target.root, step, token)
     # Not waited for: the node of rank 0 may take long to remove what earlier attempts left.
     folder.make_folder()
-    written = _write_parts(folder, parts, flow, log)
+    written = write_parts(folder, parts, flow, log)
     _write_record(folder, target.node_rank, {"written": [box.to_plain() for box in written]}, log)
     return written
 
@@ -114,7 +114,7 @@ def write_first_node(
     if target.num_nodes > 1:
         # Made before it is looked for: network file systems remember for long that something was not there.
         (folder / _RECORDS).make_folder()
-    return _write_parts(folder, parts, flow, log)
+    return write_parts(folder, parts, flow, log)
 
 
 def commit(
@@ -161,8 +161,8 @@ def describe(problem: BaseException, target: Target) -> str:
     return str(problem) if isinstance(problem, HpcTrainError) else in_words(problem, target.root)
 
 
-def _write_parts(folder: Location, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:
-    """Write the ranks' files; the first that fails ends the others."""
+def write_parts(folder: Location, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:
+    """Write the ranks' files into a folder; the first that fails ends the others."""
     numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
     filled = [part for part in parts if part.placed]
     for number in range(len(filled)):

@@ -28,6 +28,8 @@ from hpc_train.errors import CheckpointError
 if TYPE_CHECKING:
     import mmap
 
+    from hpc_train.checkpoint.copy_keeper import NodeCopies
+    from hpc_train.checkpoint.copy_service import CopyService
     from hpc_train.checkpoint.node_save import Part, Target
     from hpc_train.checkpoint.placed import WrittenBox
     from hpc_train.checkpoint.write import Flow
@@ -39,8 +41,9 @@ Log = Callable[[str], None]
 class _Save:
     """A save that ranks have begun. failure: why it does not come.
 
-    is_node_done: this node's part is durable. is_done: nothing of it is written any more, here and, on the node of
-    rank 0, anywhere.
+    copy: what node-local copies have to know, where some are to be made; is_for_store: false: it is for these alone.
+    is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
+    node of rank 0, anywhere. is_free: nor copied, so that the memory may be filled again.
     """
 
     token: str
@@ -48,9 +51,12 @@ class _Save:
     flow: Flow
     taken: set[int] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
+    copy: dict[str, Any] | None = None
+    is_for_store: bool = True
     failure: str | None = None
     is_node_done: bool = False
     is_done: bool = False
+    is_free: bool = False
     begin: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -68,8 +74,9 @@ class CheckpointService(Service):
     name = "checkpoint"
     takes_descriptors = True
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, log: Log, copies: CopyService | None = None) -> None:
+        """copies: what makes node-local copies of the saves that are to have some."""
+        self._log, self._copies = log, copies
         self._sessions: dict[str, Session] = {}
         self._session_of: dict[Peer, Session] = {}
 
@@ -83,7 +90,7 @@ class CheckpointService(Service):
         token = str(message["token"])
         if verb == "outcome":
             # Also of those that are no rank's first connection.
-            return self._sessions[str(message["session"])].outcome(token, bool(message["commit"]))
+            return self._sessions[str(message["session"])].outcome(token, message)
         session = self._session_of.get(peer)
         if session is None:
             raise ValueError("checkpoint.open comes first")
@@ -92,7 +99,7 @@ class CheckpointService(Service):
         if verb == "cancel":
             session.cancel(token)
         elif verb == "take":
-            session.take(peer, token, message.get("values"))
+            session.take(peer, token, message)
         elif verb == "abandon":
             session.abandon(token, str(message["reason"]))
         else:
@@ -114,7 +121,7 @@ class CheckpointService(Service):
         name = str(message["session"])
         session = self._sessions.get(name)
         if session is None:
-            session = self._sessions[name] = Session(name, message, self._log)
+            session = self._sessions[name] = Session(name, message, self._log, self._copies)
         session.join(peer, message, memories)
         self._session_of[peer] = session
 
@@ -126,7 +133,7 @@ class Session:
     Messages are taken by the agent's thread, which never waits here.
     """
 
-    def __init__(self, name: str, message: Mapping[str, Any], log: Log) -> None:
+    def __init__(self, name: str, message: Mapping[str, Any], log: Log, copies: CopyService | None) -> None:
         from hpc_train.checkpoint.location import locate
         from hpc_train.checkpoint.node_save import Target
 
@@ -142,6 +149,7 @@ class Session:
         )
         self._trial: str | None = message["trial"]
         self._finish_s, self._count, self._log = float(message["finish_s"]), int(message["count"]), log
+        self._name, self._copies = name, copies
         self._changed = threading.Condition()
         self._members: dict[Peer, int] = {}
         self._welcome: dict[str, Any] | None = None
@@ -174,7 +182,7 @@ class Session:
                 peer.send(self._welcome)
 
     def begin(self, token: str, step: int, hurry: bool) -> dict[str, Any]:
-        """Whether the save before is done (`busy` tells how far it is) and whether it failed.
+        """Whether the save before is done (`busy` tells how far it is) and whether it failed; and of its copies.
 
         hurry: what is written from now on is bound by no rate.
         """
@@ -183,7 +191,7 @@ class Session:
         with self._changed:
             save = self._save
             if save is not None and save.token != token:
-                if not save.is_done:
+                if not save.is_free:
                     if hurry:
                         save.flow.hurry()
                     num_bytes = sum(part.num_bytes for part in self._parts.values())
@@ -195,7 +203,9 @@ class Session:
                 if len(self._members) < self._count:
                     self._save.fail("a rank of this node has ended")
                     self._changed.notify_all()
-            return {"busy": None, "failed": self._failed(self._before)}
+            copies = self._node_copies
+            told_of_copies = {} if copies is None else {"copies": copies.told()}
+            return {"busy": None, "failed": self._failed(self._before), **told_of_copies}
 
     def cancel(self, token: str) -> None:
         """The ranks do not go on with a save that they have begun."""
@@ -203,22 +213,33 @@ class Session:
             if self._save is not None and self._save.token == token and not self._save.taken:
                 self._save = None
 
-    def take(self, peer: Peer, token: str, values: dict[str, Any] | None) -> None:
-        """A rank's copy is whole. values: of rank 0, the plain values of the manifest."""
+    def take(self, peer: Peer, token: str, message: Mapping[str, Any]) -> None:
+        """A rank's copy is whole.
+
+        message: `values`, of rank 0, the plain values of the manifest; `copy`, what node-local copies have to know,
+        where some are to be made (rank 0 alone knows all of it); `is_for_store`, unless it is.
+        """
         with self._changed:
             save = self._current(token)
             save.taken.add(self._members[peer])
-            if values is not None:
-                save.values = values
+            if "values" in message:
+                save.values = message["values"]
+            if save.copy is None or "values" in message:
+                save.copy = message.get("copy")
+            save.is_for_store = bool(message.get("is_for_store", True))
             if len(save.taken) == self._count:
                 save.begin = time.monotonic()
                 self._changed.notify_all()
 
-    def outcome(self, token: str, commit: bool) -> dict[str, Any]:
-        """What has become of a save, if that is known yet. commit: of all of it, and not of this node's part alone."""
+    def outcome(self, token: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """What has become of a save, if that is known yet.
+
+        message: `commit`: of all of it, and not of this node's part alone; `free`: and of its copies.
+        """
         with self._changed:
             save = self._current(token)
-            if not save.is_done and (commit or not save.is_node_done):
+            is_known = save.is_done or (save.is_node_done and not message["commit"])
+            if not is_known or (message.get("free") and not save.is_free):
                 return {"is_known": False}
             return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds}
 
@@ -269,8 +290,9 @@ class Session:
         while (save := self._next()) is not None:
             is_good = False
             try:
-                self._carry_out(save)
-                is_good = True
+                if save.is_for_store:
+                    self._carry_out(save)
+                is_good = save.is_for_store
             except BaseException as problem:
                 # All of them: a client in Rust that panics raises what is no Exception, and ranks wait for an end.
                 self._fail(save, problem)
@@ -278,6 +300,13 @@ class Session:
                 save.is_done = True
                 if is_good:
                     save.failure = None  # it was given up too late
+                copies = self._node_copies if save.copy is not None and len(save.taken) == self._count else None
+                save.is_free = copies is None
+            if copies is not None:
+                # Whatever the store has said: what ranks have copied is all here.
+                self._copy(save, copies)
+                with self._changed:
+                    save.is_free = True
         with self._changed:
             self._parts.clear()
             self._index = None
@@ -329,6 +358,18 @@ class Session:
         node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log)
         save.seconds = time.monotonic() - save.begin
         self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
+
+    def _copy(self, save: _Save, copies: NodeCopies) -> None:
+        assert save.copy is not None
+        parts = [self._parts[rank] for rank in sorted(self._parts)]
+        # What was committed now is in the store too, which rank 0 could not know when it began.
+        is_stored = save.is_for_store and save.failure is None
+        order = {**save.copy, "store_step": save.step} if is_stored else save.copy
+        copies.make(save.step, save.token, parts, save.values if self._is_first else None, order)
+
+    @property
+    def _node_copies(self) -> NodeCopies | None:
+        return None if self._copies is None else self._copies.of(self._name)
 
     @property
     def _is_first(self) -> bool:

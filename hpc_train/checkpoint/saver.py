@@ -12,6 +12,7 @@ from typing import Any, final
 
 from hpc_train.checkpoint.agent_saves import AgentSaves, AgentTarget, Saved, SaveFailed
 from hpc_train.checkpoint.folder import step_folder
+from hpc_train.checkpoint.local_saves import LocalCopies
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.run_location import is_elsewhere, note_saved
 from hpc_train.checkpoint.save import save_checkpoint
@@ -35,10 +36,14 @@ class Saver:
         world: World,
         agent: tuple[str, str] | None,
         completed: Callable[[float], str | None],
+        copies: LocalCopies | None = None,
     ) -> None:
-        """agent: job key and node, where a driver has started one. completed: told the seconds of saves; may warn."""
+        """agent: job key and node, where a driver has started one. completed: told the seconds of saves; may warn.
+
+        copies: on the nodes' own disks, where checkpoint.local asks for them.
+        """
         self._config, self._root, self._run_dir, self._world = config, root, run_dir, world
-        self._agent, self._completed = agent, completed
+        self._agent, self._completed, self._copies = agent, completed, copies
         self._agents: AgentSaves | None = None
         self._is_open = False
         self._warned_of: int | None = None
@@ -48,7 +53,8 @@ class Saver:
         """Make ready now what the first save needs, for which the end of a warning may not wait.
 
         Raises:
-            HpcTrainError: on every rank: checkpoint.writer=agent, and there is none, or not the memory.
+            HpcTrainError: on every rank: checkpoint.writer=agent or checkpoint.local, and there is no agent; not the
+                memory, or no place for local copies.
         """
         if self._is_open:
             return
@@ -59,6 +65,11 @@ class Saver:
                 "checkpoint.writer=agent, but no driver has started a node agent here. Start by `hpc-train run` or "
                 "`submit`, or use checkpoint.writer=auto or rank."
             )
+        if self._copies is not None and self._agent is None:
+            raise ConfigError(
+                "checkpoint.local has no effect here: node agents make the copies, and no driver has started one. "
+                "Start by `hpc-train run` or `submit`, or leave checkpoint.local out."
+            )
         if config.writer == "rank" or self._agent is None:
             return
         note_dir = self._run_dir if is_elsewhere(self._root, self._run_dir) else None
@@ -67,6 +78,9 @@ class Saver:
             self._agents = AgentSaves(self._world, self._agent, target, pieces, self._report)
         except HpcTrainError as problem:
             self._leave_agents(problem)
+            return
+        if self._copies is not None:
+            self._agents.open_copies(self._copies)
 
     def save(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any], *, must_last: bool) -> bool:
         """Save a step; false if it is not saved, as far as is known.
@@ -81,9 +95,12 @@ class Saver:
             if self._agents is None:
                 return self._save_by_ranks(step, pieces, values)
             when_busy = "wait" if must_last else self._config.when_busy
-            is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last)
+            has_copy = self.is_copy_due(step) and not must_last
+            is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last, has_copy=has_copy)
             if must_last:
                 self._agents.settle()
+                if self._copies is not None:
+                    self._copies.drop()
             return is_begun
         except SaveFailed as error:
             self._bear(error)
@@ -93,6 +110,26 @@ class Saver:
             self._leave_agents(problem)
             self._raise_what_was_told()
             return self.save(step, pieces, values, must_last=must_last)
+
+    def is_copy_due(self, step: int) -> bool:
+        """Whether the nodes' own disks get a copy of a step. Not collective, and the same on every rank."""
+        return self._copies is not None and self._agents is not None and self._copies.is_due(step)
+
+    def copy_locally(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> None:
+        """Copy a step to the nodes' own disks alone, unless a save before is not done: training does not wait for it.
+
+        Raises:
+            CheckpointError: the save before failed, unless checkpoint.on_error=continue.
+        """
+        if self._agents is None:
+            return
+        try:
+            self._agents.save(step, pieces, values, "skip", is_for_store=False, has_copy=True)
+        except SaveFailed as error:
+            self._bear(error)
+        except AgentGone as problem:
+            self._leave_agents(problem)
+            self._raise_what_was_told()
 
     def look(self) -> None:
         """On rank 0, say what has become of a save written beside the training. Not collective, never waits."""
@@ -149,6 +186,8 @@ class Saver:
         return True
 
     def _report(self, saved: Saved) -> None:
+        if self._copies is not None:
+            self._copies.store_step = saved.step
         waited = "" if saved.stall_s == saved.seconds else f", of which training waited {saved.stall_s:.2f} s"
         say(f"saved {step_folder(saved.step)} in {saved.seconds:.2f} s{waited}")
         too_short = self._completed(saved.seconds)
@@ -189,3 +228,5 @@ class Saver:
                 f"{problem}: from here on the ranks write checkpoints by themselves, and training waits for them "
                 "(checkpoint.writer=auto)"
             )
+            if self._copies is not None:
+                warn("there are no more copies on the nodes' own disks (checkpoint.local)")

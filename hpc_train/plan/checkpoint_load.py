@@ -1,9 +1,10 @@
 """Who reads which bytes of a checkpoint, and from rank to rank over whom they go. Pure arithmetic.
 
 Each stored byte is read once: by a rank that needs it itself, of several the one that has least to read so far, then
-the one on the node and on the rail that has. A box larger than a part of a rank's fair share is read in parts by
-several ranks. What is read goes on in chunks. Ranks that need the same box of a chunk get it one from the other: so the
-reader sends it once however many they are, each node is entered once, and nothing needs a group of its own.
+the one on the node and on the rail that has. What one node alone has is read by a rank of that node. A box larger than
+a part of a rank's fair share is read in parts by several ranks. What is read goes on in chunks. Ranks that need the
+same box of a chunk get it one from the other: so the reader sends it once however many they are, each node is entered
+once, and nothing needs a group of its own.
 
 All ranks go through the chunks in one order: the first of each reader, then the second of each, and so on. What a rank
 waits for is therefore always earlier in that order than what it still has to do, and no circle can form.
@@ -207,6 +208,7 @@ def plan_load(
     holder: np.ndarray,
     places: Places,
     chunk_bytes: int = CHUNK_BYTES,
+    lies_on: np.ndarray | None = None,
 ) -> LoadPlan:
     """Plan who reads what, and over whom it goes.
 
@@ -217,6 +219,8 @@ def plan_load(
         holder: (len(needed),), the rank of each.
         places: Where ranks are.
         chunk_bytes: Most that is read and sent at once.
+        lies_on: (len(stored),), the only node that has each; None: every node sees all. Ranks of that node read it,
+            whether they need it or not.
     """
     is_wanted = np.zeros(1 + int(stored.tensor.max(initial=-1)), dtype=bool)
     is_wanted[needed.tensor] = True
@@ -232,7 +236,10 @@ def plan_load(
         pair_part = np.searchsorted(is_read, pair_part)
         parts, box_of_part = parts.rows(is_read), box_of_part[is_read]
     part_bytes = parts.num_elements * item_bytes[box_of_part]
-    reader = _choose_readers(part_bytes, _candidates(box_of_part, pair_part, holder[pair_need], len(parts)), places)
+    candidates = _candidates(box_of_part, pair_part, holder[pair_need], len(parts))
+    if lies_on is not None:
+        candidates = _on_its_node(candidates, lies_on[box_of_part], places)
+    reader = _choose_readers(part_bytes, candidates, places)
     filled = np.bincount(pair_need, weights=shared, minlength=len(needed))
     gaps = np.flatnonzero(filled != needed.num_elements)
     return LoadPlan(
@@ -374,6 +381,25 @@ def _candidates(
         order = np.lexsort((rank, part))
         part, rank = part[order], rank[order]
     return rank, np.searchsorted(part, np.arange(num_parts + 1))
+
+
+def _on_its_node(
+    candidates: tuple[np.ndarray, np.ndarray], node_of_part: np.ndarray, places: Places
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the candidates of each part those on the node where it lies; where there are none, all ranks of that node."""
+    ranks, begins = candidates
+    part = np.repeat(np.arange(len(node_of_part)), np.diff(begins))
+    is_there = places.node[ranks] == node_of_part[part]
+    ranks, part = ranks[is_there], part[is_there]
+    alone = np.flatnonzero(np.bincount(part, minlength=len(node_of_part)) == 0)
+    if len(alone):
+        of_node = [np.flatnonzero(places.node == node) for node in range(int(places.node.max()) + 1)]
+        more = [of_node[node] for node in node_of_part[alone].tolist()]
+        part = np.concatenate([part, np.repeat(alone, list(map(len, more)))])
+        ranks = np.concatenate([ranks, *more])
+        order = np.lexsort((ranks, part))
+        part, ranks = part[order], ranks[order]
+    return ranks, np.searchsorted(part, np.arange(len(node_of_part) + 1))
 
 
 class _Loads:

@@ -42,7 +42,7 @@ def find_homes(placement: Placement, fabric: Fabric | None, traffic: Sequence[Ax
             listed = transfers(mesh, [entry])
             nodes = placement.node_of_rank
             sender, tier = listed.sender, np.where(nodes[listed.sender] == nodes[listed.receiver], 0, len(TIERS))
-        group = _group_numbers(mesh, entry.axis)
+        group = group_numbers(mesh, entry.axis)
         num_groups = mesh.world_size // getattr(mesh, entry.axis)
         highest = np.zeros(num_groups, np.int64)
         np.maximum.at(highest, group[sender], tier)
@@ -53,7 +53,7 @@ def find_homes(placement: Placement, fabric: Fabric | None, traffic: Sequence[Ax
     return tuple(found)
 
 
-def _group_numbers(mesh: Mesh, axis: str) -> np.ndarray:
+def group_numbers(mesh: Mesh, axis: str) -> np.ndarray:
     """For each rank the number of its group along an axis."""
     degrees = tuple(1 if other == axis else degree for other, degree in mesh.axes.items())
     grid = np.arange(mesh.world_size // getattr(mesh, axis)).reshape(degrees)

@@ -22,6 +22,7 @@ from hpc_train.plan.homes import GroupHomes, find_homes
 from hpc_train.plan.memory import MemoryEstimate, check_memory, fullest_stage
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings
+from hpc_train.plan.peer_copies import COPY_HOLDERS, plan_peer_copies
 from hpc_train.plan.placement import Placement, place, slurm_placement
 from hpc_train.plan.run import Plan, plan_placement, world_mesh
 from hpc_train.plan.traffic import Traffic, measure_traffic
@@ -38,7 +39,8 @@ class PlanReport:
     switches spread it over their links. homes: where the groups of each axis live. nccl: what the plan wants of NCCL.
     fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
     hidden, tp_hidden: what can be hidden of dp's and of tp's transfers at best, by their ratio to compute.
-    hdp: where hdp ranks are in the network, for a run with parallel.hdp; None for others.
+    hdp: where hdp ranks are in the network, for a run with parallel.hdp; None for others. copy_holders: by node the one
+    that keeps its copy, for a run with checkpoint.local; None for others.
     notes: for the user.
     """
 
@@ -61,6 +63,7 @@ class PlanReport:
     gpu_memory_bytes: int | None
     notes: tuple[str, ...]
     hdp: Mapping[str, Any] | None = None
+    copy_holders: tuple[int, ...] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -114,6 +117,8 @@ class PlanReport:
             }
         if self.hdp is not None:
             figures["hdp"] = self.hdp
+        if self.copy_holders is not None:
+            figures[COPY_HOLDERS] = list(self.copy_holders)
         figures["nccl"] = {setting.name: setting.value for setting in self.nccl}
         figures["estimate"] = {
             "memory_bytes": self.fullest[1].total,
@@ -157,7 +162,8 @@ def report_plan(
     slurm = slurm_placement(mesh, allocation)
     rates = assumed_rates(config, fabric)
     estimate = estimate_step(config, mesh, rates)
-    told = dict.fromkeys((*notes, *placement.notes))
+    copies = None if config.checkpoint.local is None else plan_peer_copies(placement, fabric)
+    told = dict.fromkeys((*notes, *placement.notes, *(() if copies is None else copies.notes)))
     if fabric is not None:
         told.pop(f"fabric from {fabric.source}", None)
     return PlanReport(
@@ -180,6 +186,7 @@ def report_plan(
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),
         hdp=None if config.parallel.hdp is None else hdp_figures(placement, fabric),
+        copy_holders=None if copies is None else copies.holder,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.load import Loaded
+from hpc_train.checkpoint.local_parts import folder_of_run
+from hpc_train.checkpoint.local_saves import LocalCopies
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.run_location import run_location
 from hpc_train.checkpoint.saver import Saver
 from hpc_train.cluster.agent_address import read_job_key, this_node
 from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.network import advertised_address
 from hpc_train.comm.world import World
 from hpc_train.config import Config
 from hpc_train.data.batch_source import Batches
@@ -26,6 +30,7 @@ from hpc_train.errors import HpcTrainError, LaunchError
 from hpc_train.log import say, warn
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.cost import mfu
+from hpc_train.plan.peer_copies import COPY_HOLDERS
 from hpc_train.record import NOT_RECORDED, Kind, Recorder
 from hpc_train.train.metrics import Metrics, rate
 from hpc_train.train.optimizer import learning_rate
@@ -50,6 +55,7 @@ class Run:
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
     checkpoints: Location = field(init=False)
+    copies: LocalCopies | None = field(init=False)
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,10 +63,32 @@ class Run:
         env = process_env()
         job_key = read_job_key(env)
         agent = None if job_key is None else (job_key, this_node(env))
+        self.copies = _local_copies(self.config, self.run_dir, self.world)
         self.saver = Saver(
             self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,
-            lambda seconds: self.stop.completed_save(seconds),
+            lambda seconds: self.stop.completed_save(seconds), self.copies,
         )  # fmt: skip
+
+
+def _local_copies(config: Config, run_dir: Path, world: World) -> LocalCopies | None:
+    """What checkpoint.local asks for; None where it is left out. Collective over all ranks."""
+    local, launch = config.checkpoint.local, config.launch
+    if local is None:
+        return None
+    holders = world.plan.further.get(COPY_HOLDERS, ()) if world.plan is not None else ()
+    assert len(holders) == (world.num_nodes if world.num_nodes > 1 else 0), "the plan says who keeps whose copy"
+
+    def address() -> str:
+        template = launch.address_template
+        return advertised_address(socket.gethostname(), launch.interface, world.num_nodes, template=template)
+
+    folder, error = run_dir, None
+    try:
+        folder = folder_of_run(local.path, run_dir, process_env())
+    except HpcTrainError as problem:
+        error = problem
+    world.agree(error)
+    return LocalCopies(world, local, folder, holders, address, config.checkpoint.finish_s)
 
 
 @dataclass(frozen=True)
@@ -109,6 +137,8 @@ def train(run: Run) -> Stopped | None:
             last_step = config.train.steps if config.checkpoint.at_end else 0
             if stopping or _is_due(run.step, config.checkpoint.every, last_step):
                 is_saved = save(run, must_last=stopping or run.step == config.train.steps)
+            elif run.saver.is_copy_due(run.step):
+                copy_locally(run)
             if not result.has_same_plan:
                 raise _different_plans(f"step {run.step + 1}")
             if stopping:
@@ -196,6 +226,8 @@ def _different_plans(step: str) -> LaunchError:
 def restore(run: Run, loaded: Loaded) -> None:
     """Go on behind a checkpoint whose tensors `load_newest` has put in place. Collective over all ranks."""
     run.step = loaded.step
+    if run.copies is not None:
+        run.copies.loaded(loaded.local_token, loaded.store_step)
     run.skipped_steps = int(loaded.values["skipped_steps"])
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
     changes = run.feed.restore(loaded.values["loader"])
@@ -226,12 +258,26 @@ def save(run: Run, *, must_last: bool) -> bool:
     Raises:
         CheckpointError: it did not, or the one before did not, unless checkpoint.on_error=continue.
     """
+    with run.recorder.segment("save", Kind.SAVE):
+        return run.saver.save(run.step, state_pieces(run.trainer, counted=True), _values(run), must_last=must_last)
+
+
+def copy_locally(run: Run) -> None:
+    """Copy the step just completed to the nodes' own disks, unless these are busy. Collective over all ranks.
+
+    Raises:
+        CheckpointError: the save before failed, unless checkpoint.on_error=continue.
+    """
+    with run.recorder.segment("save", Kind.SAVE):
+        run.saver.copy_locally(run.step, state_pieces(run.trainer, counted=True), _values(run))
+
+
+def _values(run: Run) -> dict[str, Any]:
     values = plain_values(run.trainer, run.feed.state(), run.skipped_steps)
     # Not how it was launched: launch.env may hold secrets, and checkpoints are passed on.
     values["config"] = run.config.model_dump(mode="json", exclude={"launch"})
     values["plan"] = run.world.plan.hash if run.world.plan is not None else None
-    with run.recorder.segment("save", Kind.SAVE):
-        return run.saver.save(run.step, state_pieces(run.trainer, counted=True), values, must_last=must_last)
+    return values
 
 
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def _train(
     _open_checkpoints(run)
     loaded = None
     if config.checkpoint.resume:
-        loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world)
+        local = run.copies.folder if run.copies is not None else None
+        loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world, local)
         if loaded is not None:
             loop.restore(run, loaded)
     if loaded is None and config.checkpoint.init_from is not None:

@@ -79,7 +79,7 @@ def _pieces(me: TestRank, seed: int) -> list[StatePiece]:
 
 
 def _small_chunks() -> None:
-    needs.plan_load = lambda *args: plan_load(*args, chunk_bytes=CHUNK)
+    needs.plan_load = lambda *args, **more: plan_load(*args, chunk_bytes=CHUNK, **more)
 
 
 def _load(me: TestRank, root: str, seeds: list[int]) -> list[tuple[int, Counter[tuple[str, int]]]]:
@@ -240,9 +240,9 @@ def test_gaps_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     _save(tmp_path, 2, seed=2)
     real = needs.plan_load
 
-    def with_gap(stored, *args):
+    def with_gap(stored, *args, **more):
         stored.sizes[0, 0] -= 1
-        return real(stored, *args)
+        return real(stored, *args, **more)
 
     monkeypatch.setattr(needs, "plan_load", with_gap)
     with pytest.raises(CheckpointError, match="none can be read"):

@@ -64,19 +64,24 @@ def _loads(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]
 
 
 @settings(max_examples=80)
-@given(_loads(), st.sampled_from([4, 24, 1 << 20]))
-def test_playing_all_ranks_deliveries_fills_all_needs_and_reads_each_byte_once(load, chunk_bytes) -> None:
+@given(_loads(), st.sampled_from([4, 24, 1 << 20]), st.booleans())
+def test_playing_all_ranks_deliveries_fills_all_needs_and_reads_each_byte_once(load, chunk_bytes, on_nodes) -> None:
     shapes, stored, needs, world_size = load
     table = BoxTable.of(stored, 3)
     holder = np.array([rank for _, _, rank in needs])
+    places = Places(np.arange(world_size) // 2, np.arange(world_size) % 2)
+    lies_on = np.arange(len(stored)) % (int(places.node[-1]) + 1) if on_nodes else None
     plan = plan_load(
         table,
         np.full(len(stored), ITEM),
         BoxTable.of([(tensor, box) for tensor, box, _ in needs], 3),
         holder,
-        Places(np.arange(world_size) // 2, np.arange(world_size) % 2),
+        places,
         chunk_bytes,
+        lies_on,
     )
+    if lies_on is not None:
+        assert (places.node[plan.reader] == lies_on[plan.box_of_part]).all()
     assert not len(plan.gaps)
     tensors = [np.arange(math.prod(shape)).reshape(shape) for shape in shapes]
     _play(plan, world_size, stored, tensors)

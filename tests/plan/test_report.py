@@ -144,3 +144,10 @@ def test_16384_ranks_are_reported_whole() -> None:
     assert report.plan.groups == {} and len(report.plan.with_groups().groups["tp"]) == 2048
     assert replace(report, notes=()).plan.hash == report.plan.hash
     assert [home.axis for home in report.homes] == [axis for axis in reversed(AXES) if axis != "cp"]
+
+
+def test_who_keeps_whose_copy_is_in_the_plan_of_a_run_with_copies_and_in_no_other() -> None:
+    copied = make_report(config=make_config(checkpoint={"local": {"path": "/scratch", "every": 10}}))
+    holders = copied.plan.further["copy_holders"]
+    assert sorted(holders) == list(range(8)) and all(node != other for node, other in enumerate(holders))
+    assert "copy_holders" not in make_report().plan.further

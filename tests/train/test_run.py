@@ -69,6 +69,19 @@ def test_a_run_killed_in_the_middle_continues_and_ends_as_one_left_alone_bit_for
     assert metrics(folder / "killed") == metrics(alone[1])
 
 
+def test_a_run_killed_between_saves_goes_on_from_its_node_s_own_disk_bit_for_bit(folder, alone):
+    write_config(folder)
+    disk = folder / "disk"
+    disk.mkdir()
+    copies = ("checkpoint.every=0", f"checkpoint.local.path={disk}", "checkpoint.local.every=1")
+    assert _run(folder, *copies, run="copied", faults=FaultPlan().kill(rank=1, step=5)).returncode != 0
+    again = _run(folder, *copies, run="copied")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"resumed from {disk}" in again.stdout
+    assert metrics(folder / "copied") == metrics(alone[1])
+    assert not list(disk.rglob("*.distcp")), "the store has the last step"
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_has_each_step_once(folder):
     write_config(folder)
     killed = _run(folder, "checkpoint.every=0", faults=FaultPlan().kill(rank=0, step=3))

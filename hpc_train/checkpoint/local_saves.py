@@ -1,0 +1,150 @@
+"""A rank's part in copies on the nodes' own disks: which saves have some, and what of them is whole everywhere.
+
+The node agents make the copies, from the memory into which ranks copy their state for any save.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from hpc_train.cluster.agent_address import AgentConnection
+from hpc_train.comm.world import World
+from hpc_train.config import LocalCopiesConfig
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import say, warn
+
+_OPEN_S = 60.0
+"""For an agent to make a folder; assumed: a node that swaps."""
+
+
+@final
+class LocalCopies:
+    """Methods are collective over all ranks unless they say otherwise.
+
+    store_step: on rank 0, the newest checkpoint that the run has in its store, to be kept up to date by who knows.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: LocalCopiesConfig,
+        folder: Path,
+        holders: Sequence[int],
+        address: Callable[[], str],
+        finish_s: float,
+    ) -> None:
+        """folder: on this node (see `local_parts.folder_of_run`). holders: by node the one that keeps its copy.
+
+        address: finds the one under which other nodes reach this one.
+        """
+        self._world, self._config, self.folder = world, config, folder
+        self._holders, self._address, self._finish_s = tuple(holders), address, finish_s
+        self.store_step: int | None = None
+        self._whole: str | None = None
+        self._warned_of: str | None = None
+        self._drop: Callable[[], object] = lambda: None
+
+    def is_due(self, step: int) -> bool:
+        """Not collective."""
+        return step % self._config.every == 0
+
+    def loaded(self, token: str | None, store_step: int | None) -> None:
+        """Keep the parts of the save that was gone on from; None: none of those that are there is of use.
+
+        Not collective. store_step: on rank 0, the newest checkpoint in the store.
+        """
+        self._whole, self.store_step = token, store_step
+
+    def open(self, session: str, connection: AgentConnection, num_bytes: int) -> None:
+        """Have the agents make ready. num_bytes: of this rank's state.
+
+        Raises:
+            HpcTrainError: on every rank: some node has no such folder, or not the room, or cannot listen.
+        """
+        world = self._world
+        told = world.control.all_gather([world.node_rank, num_bytes])
+        secret = world.control.broadcast(secrets.token_hex(32) if world.rank == 0 else None)
+        num_bytes_of = [0] * world.num_nodes
+        for node, of_rank in told:
+            num_bytes_of[node] += of_rank
+        error: HpcTrainError | None = None
+        listening: list[Any] | None = None
+        if world.local_rank == 0:
+            try:
+                listening = self._keep(session, connection, secret, num_bytes_of)
+            except HpcTrainError as problem:
+                error = problem
+        world.agree(error)
+        by_node = {node: place for node, *place in filter(None, world.control.all_gather(listening))}
+        if world.local_rank == 0 and world.num_nodes > 1:
+            try:
+                address, port = by_node[self._holders[world.node_rank]]
+                _ask(connection, {"say": "copies.owner", "session": session, "address": address, "port": port})
+            except HpcTrainError as problem:
+                error = problem
+        world.agree(error)
+        self._drop = lambda: _ask(connection, {"say": "copies.drop", "session": session})
+        if world.rank == 0:
+            of_others = "" if world.num_nodes == 1 else ", and each node keeps another one's"
+            parent = self.folder.parent.parent
+            often = "each step" if self._config.every == 1 else f"every {self._config.every} steps"
+            say(f"{often} the state is copied to {parent} on each node{of_others}")
+
+    def hear(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Learn from all agents' answers what has become of the copies of the save before. Not collective."""
+        told = [answer["copies"] for answer in answers if answer.get("copies") is not None]
+        whole = {entry["whole_here"] for entry in told}
+        if len(whole) == 1 and None not in whole:
+            (self._whole,) = whole
+        problem = next((entry["problem"] for entry in told if entry["problem"] is not None), None)
+        if problem is None:
+            self._warned_of = None if any(entry["whole_here"] for entry in told) else self._warned_of
+        elif self._world.rank == 0 and self._warned_of is None:
+            warn(f"copies on the nodes' own disks, which training goes on without: {problem}")
+            self._warned_of = problem
+
+    def order(self) -> dict[str, Any]:
+        """What agents have to know to copy the save that begins. Not collective."""
+        return {"whole": self._whole, "store_step": self.store_step}
+
+    def drop(self) -> None:
+        """The store has all that the copies have: remove them. Not collective."""
+        self._whole = None
+        if self._world.local_rank == 0:
+            with suppress(HpcTrainError):  # an agent that has ended is noticed by who needs it
+                self._drop()
+
+    def _keep(self, session: str, connection: AgentConnection, secret: str, num_bytes_of: Sequence[int]) -> list[Any]:
+        world, config, here = self._world, self._config, self._world.node_rank
+        has_peer = world.num_nodes > 1
+        kept = self._holders.index(here) if has_peer else here
+        address = self._address() if has_peer else ""
+        message = {
+            "say": "copies.keep",
+            "session": session,
+            "folder": str(self.folder),
+            "node": here,
+            "num_nodes": world.num_nodes,
+            "own_bytes": num_bytes_of[here],
+            "kept_node": kept,
+            "kept_bytes": num_bytes_of[kept] if has_peer else 0,
+            "address": address,
+            "secret": secret,
+            "keep": config.keep,
+            "whole": [] if self._whole is None else [self._whole],
+            "most_bytes": config.most_bytes,
+            "bytes_per_s": config.send_bytes_per_s,
+            "finish_s": self._finish_s,
+        }
+        return [here, address, _ask(connection, message)["port"]]
+
+
+def _ask(connection: AgentConnection, message: Mapping[str, Any]) -> dict[str, Any]:
+    answer, _ = connection.ask(message, timeout_s=_OPEN_S)
+    if "error" in answer:
+        raise CheckpointError(str(answer["error"]))
+    return answer
