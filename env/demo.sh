@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare machine to a trained model and its report: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup]
+# From a bare machine to a trained model and its report: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup] [KEY=VALUE ...]
 #
 #   1. an environment with hpc_train, MPI and matplotlib
 #   2. a corpus: the sources of Python's own library, which every machine here has
@@ -8,6 +8,7 @@
 #   5. the report
 #
 # All that it makes is in ./demo, or FOLDER/demo; delete that folder to begin anew. --no-setup takes the environment as it is.
+# KEY=VALUE is a setting of the training, such as train.steps=80 for a shorter one.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,13 +17,15 @@ venv=.venv
 folder=$root
 setup=yes
 num_ranks=4
+settings=()
 
 while (($#)); do
     case $1 in
         --venv) venv=${2:?--venv needs a folder} && shift 2 ;;
         --in) folder=${2:?--in needs a folder} && shift 2 ;;
         --no-setup) setup=no && shift ;;
-        *) echo "usage: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup]" >&2 && exit 2 ;;
+        [a-z]*=*) settings+=("$1") && shift ;;
+        *) echo "usage: env/demo.sh [--venv DIR] [--in FOLDER] [--no-setup] [KEY=VALUE ...]" >&2 && exit 2 ;;
     esac
 done
 say() { printf '\ndemo: %s (after %d s)\n' "$*" "$SECONDS"; }
@@ -66,7 +69,7 @@ show "$hpc_train" data show demo/corpus
 
 say "4/5 training on $num_ranks MPI ranks"
 run=demo/run-$(date +%Y-%m-%dT%H-%M-%S)
-show "$hpc_train" run tiny -n "$num_ranks" --run-dir "$run"
+show "$hpc_train" run tiny -n "$num_ranks" --run-dir "$run" "${settings[@]}"
 
 say "5/5 report"
 show "$hpc_train" report "$run"

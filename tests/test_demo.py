@@ -17,11 +17,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
-def test_the_demo_learns_from_real_text_and_reports_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(["train.steps=80"], id="short"), pytest.param([], id="whole", marks=pytest.mark.long)],
+)
+def test_the_demo_learns_from_real_text_and_reports_it(tmp_path: Path, settings: list[str]) -> None:
     environment = mpi_environment()
     del environment["OMP_NUM_THREADS"]
     command = ["bash", str(ROOT / "env/demo.sh"), "--venv", sys.prefix, "--in", str(tmp_path), "--no-setup"]
-    done = run_tree(command, env=environment, timeout_s=800, cwd=tmp_path)
+    done = run_tree([*command, *settings], env=environment, timeout_s=800, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (report,) = (tmp_path / "demo").glob("run-*/report.json")
     figures = json.loads(report.read_text())
