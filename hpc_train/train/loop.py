@@ -72,9 +72,10 @@ class Run:
 
 def _local_copies(config: Config, run_dir: Path, world: World) -> LocalCopies | None:
     """What checkpoint.local asks for; None where it is left out. Collective over all ranks."""
-    local, launch = config.checkpoint.local, config.launch
+    local = config.checkpoint.local
     if local is None:
         return None
+    launch = config.launch
     holders = world.plan.further.get(COPY_HOLDERS, ()) if world.plan is not None else ()
     assert len(holders) == (world.num_nodes if world.num_nodes > 1 else 0), "the plan says who keeps whose copy"
 

@@ -75,6 +75,7 @@ def test_gpus_in_separate_groups_of_nvlink_are_told(tmp_path: Path) -> None:
     text = matrix([["PIX", "SYS"], ["PIX", "SYS"], ["SYS", "PIX"], ["SYS", "PIX"]], links="SYS")
     text = text.replace("GPU0\t X \tSYS", "GPU0\t X \tNV12").replace("GPU1\tSYS", "GPU1\tNV12")
     text = text.replace("GPU2\tSYS\tSYS\t X \tSYS", "GPU2\tSYS\tSYS\t X \tNV12")
+    text = text.replace("GPU3\tSYS\tSYS\tSYS", "GPU3\tSYS\tSYS\tNV12")
     report = report_node(smi(tmp_path, text), root)
     assert report.notes == ("its 4 GPUs are joined by NVLink in 2 separate groups",)
 
