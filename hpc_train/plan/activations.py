@@ -12,6 +12,7 @@ feed-forward size; V its share of the vocabulary; a bytes of an activation; T to
 | RMSNorm (llama), twice, step by step (CPU) | 8 S h + 4 S | its input and its product, both in fp32 |
 | normed stream, twice | N h a | q, k, v and up (gate), one tensor for all |
 | queries, keys, values | N (q + 2 k) a | attention; keys and values q wide where heads are shared unevenly |
+| where heads are shared unevenly | 16 heads | the copies of keys and of values: each query head's number, int64 |
 | attention's sums | 4 N heads | attention, fp32 |
 | mask as numbers | N T a | attention, where sequences hold several documents; one for each block |
 | attention's output | N q a | the output linear |
@@ -144,8 +145,10 @@ def block_bytes(config: Config, split: TensorSplit, shape: Shape, device: Device
     if selective:
         saved += N * (2 * shape.query_width + 2 * shape.kv_width) * a
     else:
-        kv_width = shape.query_width if has_uneven_heads(config, split) else shape.kv_width
+        is_uneven = has_uneven_heads(config, split)
+        kv_width = shape.query_width if is_uneven else shape.kv_width
         saved += _attention_bytes(shape, kv_width, Tiles.of(shape.seq_len, model.windows[layer]))
+        saved += 2 * 8 * shape.num_heads if is_uneven else 0
     if model.family == "gpt":
         saved += 2 * N * shape.ffn * a
     else:

@@ -90,8 +90,7 @@ def _check(case: Case, precision: str, found: Measured, of_stage: Sequence[Measu
     # With recomputation RoPE's tables are kept by the block's arguments, where hooks do not see them.
     assert kept == pytest.approx(found.saved, rel=0.10), what
     if case.recompute == "none":
-        # 768 of 231,792 bytes are not found with zero bubble on tp=3 with tiles of 4; all is found elsewhere.
-        assert kept == pytest.approx(found.saved, rel=0.004), what
+        assert kept == pytest.approx(found.saved, rel=0.001), what
     assert sum(estimate.terms.values()) == pytest.approx(step_peak, rel=0.10), what
     assert estimate.total >= 0.98 * found.start_peak, what
 
