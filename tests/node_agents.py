@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,13 @@ def resident_bytes(pid: int) -> int:
     """Memory of a process that is its own: without files and shared segments that it has mapped."""
     pages = Path(f"/proc/{pid}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
 
 
 def wait_for(path: Path, limit_s: float = 60.0) -> None:

@@ -5,14 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_train.cluster.agent_address import agent_socket_name, ask_agent, make_job_key
+from tests.node_agents import wait_until
 
 
 class RunningAgent:
@@ -34,13 +34,6 @@ class RunningAgent:
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hpc_train.health import watched_ranks
 from hpc_train.health.agent_server import AgentServer
 from hpc_train.health.watched_ranks import RankWatch
 from hpc_train.log import FailureKind, read_failure, record_failure
+from tests.node_agents import wait_until
 
 NODE = "n1"
 
@@ -46,13 +46,6 @@ agent.ask({{"say": "hello", "rank": {rank}}})
 """
         self.ranks.append(subprocess.Popen([sys.executable, "-c", code]))
         return self.ranks[-1].pid
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager
