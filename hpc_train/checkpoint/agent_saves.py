@@ -153,7 +153,7 @@ class AgentSaves:
             message["copy"] = self._copies.order()
         # An agent that has ended is noticed by all together, at the next save.
         self._ask({**message, "values": values} if self._world.rank == 0 else message)
-        self._pending = _Pending(token, step, time.perf_counter() - begin, is_for_store, has_copy)
+        self._pending = _Pending(token, step, time.perf_counter() - begin, is_for_store)
         if self._world.rank == 0 and is_for_store:
             self._pending.listen(self._agent, self._session)
             say(f"step {step} is copied in {self._pending.stall_s:.2f} s; the node agents write it")
@@ -170,7 +170,7 @@ class AgentSaves:
         return self._pending is not None and self._pending.is_for_store and self._pending.heard() is None
 
     def settle(self) -> None:
-        """Wait until the last save is committed and copied, if one is on its way, and no agent writes any more.
+        """Wait until the last save is committed, if one is on its way, and no agent writes to the store any more.
 
         Raises:
             SaveFailed, AgentGone: as `save`.
@@ -183,9 +183,6 @@ class AgentSaves:
                 self._settle_store(pending)
         finally:
             self._pending = None
-            if pending.has_copy:
-                # Of an agent that has ended all hear at the next save.
-                self._world.control.all_gather(self._outcome(pending, commit=True, free=True))
 
     def _settle_store(self, pending: _Pending) -> None:
         answers = self._world.control.all_gather(self._outcome(pending, commit=False))
@@ -297,7 +294,8 @@ class AgentSaves:
         self._num_begun += 1
         token = f"{self._session}{self._num_begun:08x}"
         pending = self._pending
-        message = {"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry}
+        asked = {"token": token, "step": step, "hurry": hurry, "is_for_store": is_for_store}
+        message = {"say": "checkpoint.begin", **asked}
         answers = self._world.control.all_gather(self._ask(message))
         told = [answer["failed"] for answer in answers if answer.get("failed")]
         failed = [why for of_token, why in told if pending is not None and pending.is_failed_by(of_token)]
@@ -340,10 +338,9 @@ class AgentSaves:
                 self._tell(pending, last)
         self._world.control.barrier()
 
-    def _outcome(self, pending: _Pending, *, commit: bool, free: bool = False) -> dict[str, Any]:
+    def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
         """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""
-        asked = {"session": self._session, "token": pending.token, "commit": commit, "free": free}
-        message = {"say": "checkpoint.outcome", **asked}
+        message = {"say": "checkpoint.outcome", "session": self._session, "token": pending.token, "commit": commit}
         return _poll(lambda: self._ask(message))
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,13 +390,12 @@ class AgentSaves:
 class _Pending:
     """A save on its way; on rank 0 a thread hears what becomes of it.
 
-    is_for_store, has_copy: as of `save`. copied_at: on the clock of time.perf_counter. is_told: somebody has been told
+    is_for_store: as of `save`. copied_at: on the clock of time.perf_counter. is_told: somebody has been told
     of its end. is_raised: its failure was raised on every rank, and agents may still be about to end it.
     """
 
-    def __init__(self, token: str, step: int, stall_s: float, is_for_store: bool, has_copy: bool) -> None:
-        self.token, self.step, self.stall_s = token, step, stall_s
-        self.is_for_store, self.has_copy = is_for_store, has_copy
+    def __init__(self, token: str, step: int, stall_s: float, is_for_store: bool) -> None:
+        self.token, self.step, self.stall_s, self.is_for_store = token, step, stall_s, is_for_store
         self.copied_at = time.perf_counter()
         self.is_told = self.is_raised = False
         self._heard: dict[str, Any] | None = None

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from hpc_train.cluster.agent_service import Peer, Service
-from hpc_train.errors import CheckpointError
+from hpc_train.cluster.agent_service import Peer, Service, error_answer
 
 if TYPE_CHECKING:
     from hpc_train.checkpoint.copy_keeper import NodeCopies
@@ -28,24 +28,22 @@ class CopyService(Service):
 
     def __init__(self, log: Log) -> None:
         self._log = log
+        self._begun: set[str] = set()
         self._of_session: dict[str, NodeCopies] = {}
 
     def of(self, session: str) -> NodeCopies | None:
         """The copies of a session; None where it has none."""
         return self._of_session.get(session)
 
-    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any]:
-        from hpc_train.checkpoint.copy_keeper import NodeCopies
-
+    def answer(self, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Mapping[str, Any] | None:
         verb, session = str(message["say"]).partition(".")[2], str(message["session"])
         if verb == "keep":
-            if session in self._of_session:
+            if session in self._begun:
                 raise ValueError("copies.keep comes once")
-            try:
-                copies = self._of_session[session] = NodeCopies(message, self._log)
-            except OSError as problem:
-                raise CheckpointError(f"checkpoint.local.path cannot be used on this node: {problem}") from problem
-            return {"port": copies.port}
+            self._begun.add(session)
+            # In a thread: a disk that hangs must not hold up what else the agent does.
+            threading.Thread(target=self._keep, args=(peer, session, message), name="keep", daemon=True).start()
+            return None
         found = self._of_session[session]
         if verb == "owner":
             found.set_keeper(str(message["address"]), int(message["port"]))
@@ -62,3 +60,13 @@ class CopyService(Service):
         """Take what is on its way from the node whose copies are kept here."""
         for copies in self._of_session.values():
             copies.close()
+
+    def _keep(self, peer: Peer, session: str, message: Mapping[str, Any]) -> None:
+        from hpc_train.checkpoint.copy_keeper import NodeCopies
+
+        try:
+            copies = self._of_session[session] = NodeCopies(message, self._log)
+        except Exception as problem:
+            peer.send(error_answer(problem))
+        else:
+            peer.send({"port": copies.port})

@@ -19,7 +19,7 @@ from hpc_train.log import say, warn
 
 LATEST_FILE = "latest"
 _STEP_FOLDER = re.compile(r"^step_(\d{7,})$")
-_TEMPORARY = re.compile(r"^\.(step_\d{7,}|latest|trial)\.tmp-[0-9a-f]+$")
+_TEMPORARY = re.compile(r"^\.(step_\d{7,}|latest|trial|copies)\.tmp-[0-9a-f]+$")
 
 
 def step_folder(step: int) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.fill import fill
 from hpc_train.checkpoint.folder import sound_checkpoints, steps_newest_first
+from hpc_train.checkpoint.lineage import Lineage, read_lineage
 from hpc_train.checkpoint.local_load import StoreSteps, load_local
+from hpc_train.checkpoint.local_saves import LocalFolder
 from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.checkpoint.manifest import Manifest, parse_manifest
 from hpc_train.checkpoint.needs import plan_loading
@@ -39,7 +40,9 @@ class Loaded:
     local_token: str | None = None
 
 
-def load_newest(place: Place, pieces: Sequence[StatePiece], world: World, local: Path | None = None) -> Loaded | None:
+def load_newest(
+    place: Place, pieces: Sequence[StatePiece], world: World, local: LocalFolder | None = None
+) -> Loaded | None:
     """Fill the pieces from the newest sound checkpoint below `place`; None if there is none at all. Collective.
 
     local: this node's folder of copies, from which a save is taken that is as new and whole over all nodes.
@@ -53,11 +56,11 @@ def load_newest(place: Place, pieces: Sequence[StatePiece], world: World, local:
     found = _next_sound(root, sound, world)
     is_touched = False
     if local is not None:
-        store = StoreSteps(None if found is None else found[1].step, _newest_step(root, world))
+        store = _store_steps(root, None if found is None else found[1].step, world)
         from_disks, is_touched = load_local(local, pieces, world, store)
         if from_disks is not None:
             values, token = from_disks.values, from_disks.token
-            return Loaded(locate(local), from_disks.step, values, store.sound, token)
+            return Loaded(locate(local.path), from_disks.step, values, store.sound, token)
     while found is not None:
         path, manifest = found
         problem = fill(plan_loading(path, manifest, pieces, world, exact=True), world)
@@ -67,7 +70,7 @@ def load_newest(place: Place, pieces: Sequence[StatePiece], world: World, local:
             warn(f"checkpoint {path} skipped: {problem}")
         found = _next_sound(root, sound, world)
     names = [path.name for _, path in steps_newest_first(root)] if world.rank == 0 else []
-    names += [f"copies in {local}"] if is_touched else []
+    names += [f"copies in {local.path}"] if local is not None and is_touched else []
     unread = CheckpointError(
         f"{root} holds {', '.join(names)}, but none can be read; the reasons are above. Restore one of them, or "
         "start anew with checkpoint.resume=false in a new run folder."
@@ -76,16 +79,17 @@ def load_newest(place: Place, pieces: Sequence[StatePiece], world: World, local:
     return None
 
 
-def _newest_step(root: Location, world: World) -> int | None:
-    """The newest step in the store, sound or not, on rank 0. Collective over all ranks."""
-    newest, error = None, None
+def _store_steps(root: Location, sound: int | None, world: World) -> StoreSteps:
+    """What copies are compared with: on rank 0 all of it. Collective over all ranks."""
+    newest, lineage, error = None, Lineage(), None
     if world.rank == 0:
         try:
             newest = next((step for step, _ in steps_newest_first(root)), None)
+            lineage = read_lineage(root)
         except HpcTrainError as problem:
             error = problem
     world.agree(error)
-    return newest
+    return StoreSteps(sound, newest, lineage)
 
 
 def _next_sound(

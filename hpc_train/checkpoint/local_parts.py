@@ -7,17 +7,11 @@ gets its name when all of it is on disk. All nodes' parts of one save, which has
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import stat
-import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from hpc_train.checkpoint.finish import laid_out
@@ -25,13 +19,12 @@ from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.manifest import checked_text, with_checksum
 from hpc_train.checkpoint.placed import WrittenBox
 from hpc_train.checkpoint.store import StoreError
-from hpc_train.cluster.mounts import file_system_of, is_shared
-from hpc_train.cluster.scratch import private_folder, user_folder_name
-from hpc_train.errors import CheckpointError, ConfigError, LaunchError
+from hpc_train.errors import CheckpointError
 
-_RECORD_FILE = "part.json"
-_VERSION = 1
+RECORD_FILE = "part.json"
+_VERSION = 2
 _NAME = re.compile(r"step_(\d{7,})\.([0-9a-f]+)\.(\d+)-of-(\d+)")
+_FILE = re.compile(r"__\d+_0\.distcp")
 
 
 @dataclass(frozen=True, order=True)
@@ -57,11 +50,12 @@ class PartName:
 class PartRecord:
     """What a part holds. files: size in bytes by name.
 
-    values: the plain values of the save, with the part of rank 0's node; None with others. store_step: the newest
-    checkpoint that the run had in its store then; None: it had none.
+    attempt: the start of the run that made it. values: the plain values of the save, with the part of rank 0's node;
+    None with others. store_step: the newest checkpoint that the run had in its store then; None: it had none.
     """
 
     name: PartName
+    attempt: str
     store_step: int | None
     values: dict[str, Any] | None
     written: tuple[WrittenBox, ...]
@@ -75,6 +69,7 @@ class PartRecord:
         tree = {
             "format_version": _VERSION,
             "name": self.name.folder,
+            "attempt": self.attempt,
             "store_step": self.store_step,
             "values": self.values,
             "written": [box.to_plain() for box in self.written],
@@ -97,8 +92,8 @@ class PartRecord:
             if name is None:
                 raise ValueError(f"{tree['name']!r} is no name of a part")
             written = tuple(WrittenBox.from_plain(box) for box in tree["written"])
-            record = cls(name, tree["store_step"], tree["values"], written, dict(tree["files"]))
-            if any(box.placed.file not in record.files for box in written) or any("/" in file for file in record.files):
+            record = cls(name, str(tree["attempt"]), tree["store_step"], tree["values"], written, dict(tree["files"]))
+            if record.files != laid_out(written) or not all(map(_FILE.fullmatch, record.files)):
                 raise ValueError("its files are not those of its boxes")
             return record
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -106,64 +101,24 @@ class PartRecord:
 
 
 def record_of(
-    name: PartName, store_step: int | None, values: dict[str, Any] | None, written: Sequence[WrittenBox]
+    name: PartName, attempt: str, store_step: int | None, values: dict[str, Any] | None, written: Sequence[WrittenBox]
 ) -> PartRecord:
     """The record of boxes that were written."""
-    return PartRecord(name, store_step, values, tuple(written), laid_out(written))
+    return PartRecord(name, attempt, store_step, values, tuple(written), laid_out(written))
 
 
-def folder_of_run(path: str, run_dir: Path, env: Mapping[str, str]) -> Path:
-    """Where this node keeps parts of a run. path: checkpoint.local.path; $NAME in it stands for a variable.
-
-    Raises:
-        ConfigError: a variable that is not set here.
-    """
+def read_record(part: Location) -> PartRecord:
+    """The record of a part. Raises FileNotFoundError, or CheckpointError where it is damaged."""
     try:
-        parent = Path(Template(path).substitute(env))
-    except KeyError as problem:
-        raise ConfigError(
-            f"checkpoint.local.path={path}: {problem.args[0]} is not set on this node. Give a folder by its path, or a "
-            "variable that is set on every node"
-        ) from None
-    except ValueError as problem:
-        raise ConfigError(
-            f"checkpoint.local.path={path} cannot be read: {problem}. Write $$ for a dollar sign"
-        ) from None
-    if not parent.is_absolute():
-        raise ConfigError(f"checkpoint.local.path={path} is {parent} here, which is not a path from / on")
-    whole = run_dir.resolve()
-    digest = hashlib.sha256(str(whole).encode()).hexdigest()[:12]
-    return parent / user_folder_name(os.geteuid()) / f"{whole.parent.name}-{whole.name}-{digest}"
-
-
-def make_folder(folder: Path) -> Location:
-    """Make a run's folder on this node, ours alone.
-
-    Raises:
-        CheckpointError: there is no such disk, it is not this node's own, or the folder is somebody else's.
-    """
-    parent = folder.parent.parent
-    if not parent.is_dir():
-        raise CheckpointError(f"checkpoint.local.path: {parent} is no folder on this node; choose another one")
-    if is_shared(parent):
-        raise CheckpointError(
-            f"checkpoint.local.path: {parent} is on {file_system_of(parent)}, which all nodes share. Give a folder on "
-            "each node's own disk, or in its memory (/dev/shm)"
-        )
-    try:
-        private_folder(folder.parent)
-        private_folder(folder)
-    except LaunchError as problem:
-        raise CheckpointError(f"checkpoint.local.path: {problem}") from problem
-    return locate(folder)
+        return PartRecord.parse((part / RECORD_FILE).read_text(), str(part / RECORD_FILE))
+    except UnicodeDecodeError as problem:
+        raise CheckpointError(f"{part / RECORD_FILE} cannot be read: {problem}") from None
 
 
 def sound_parts(folder: Path) -> tuple[list[PartRecord], list[str]]:
     """Parts whose record is good and whose files have their sizes, and what is wrong with others. No byte is read."""
     found, faults = [], []
     root = locate(folder)
-    if (stranger := _of_a_stranger(folder)) is not None:
-        return [], [stranger]
     try:
         names = [name for entry in root.entries() if (name := PartName.of_folder(entry.name)) is not None]
     except FileNotFoundError:
@@ -173,61 +128,13 @@ def sound_parts(folder: Path) -> tuple[list[PartRecord], list[str]]:
     for name in names:
         place = root / name.folder
         try:
-            record = PartRecord.parse((place / _RECORD_FILE).read_text(), str(place / _RECORD_FILE))
+            record = read_record(place)
             sizes = {entry.name: entry.num_bytes for entry in place.entries()}
             if record.name != name or any(sizes.get(file) != size for file, size in record.files.items()):
                 raise CheckpointError(f"{place} is not what its record says")
             found.append(record)
         except FileNotFoundError as problem:
             faults.append(f"{place} is not whole: {problem}")
-        except (CheckpointError, UnicodeDecodeError) as problem:
+        except CheckpointError as problem:
             faults.append(str(problem))
     return found, faults
-
-
-def _of_a_stranger(folder: Path) -> str | None:
-    """Why a folder is not trusted that somebody else may have made; None where it is ours, or not there."""
-    for path in (folder.parent, folder):
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return None
-        except OSError as problem:
-            return f"{path} cannot be looked at: {problem.strerror}"
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            return f"{path} is not ours alone, so that what is in it may be somebody else's"
-    return None
-
-
-@contextmanager
-def new_part(root: Location, name: PartName) -> Iterator[Location]:
-    """A folder to write the files of a part into; it is gone if that fails. See `complete`."""
-    temporary = root / f".{name.folder}.tmp-{uuid.uuid4().hex}"
-    temporary.make_folder()
-    try:
-        yield temporary
-    except BaseException:
-        with suppress(StoreError):
-            temporary.remove()
-        raise
-
-
-def complete(temporary: Location, record: PartRecord) -> None:
-    """Make a folder whose files are durable a part."""
-    (temporary / _RECORD_FILE).write_text(record.to_json())
-    temporary.flush()
-    final = temporary.parent / record.name.folder
-    temporary.rename(final)
-    final.parent.flush()
-
-
-def remove_others(root: Location, tokens: Collection[str]) -> None:
-    """Remove all parts but those of some saves, and all that was left half-written of others."""
-    try:
-        entries = root.entries()
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        name = PartName.of_folder(entry.name.removeprefix(".").partition(".tmp-")[0])
-        if name is not None and name.token not in tokens:
-            (root / entry.name).remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +22,14 @@ _OPEN_S = 60.0
 """For an agent to make a folder; assumed: a node that swaps."""
 
 
+@dataclass(frozen=True)
+class LocalFolder:
+    """This node's folder of copies (see `local_folder.folder_of_run`), and this start of the run (see `attempt`)."""
+
+    path: Path
+    attempt: str
+
+
 @final
 class LocalCopies:
     """Methods are collective over all ranks unless they say otherwise.
@@ -32,12 +41,12 @@ class LocalCopies:
         self,
         world: World,
         config: LocalCopiesConfig,
-        folder: Path,
+        folder: LocalFolder,
         holders: Sequence[int],
         address: Callable[[], str],
         finish_s: float,
     ) -> None:
-        """folder: on this node (see `local_parts.folder_of_run`). holders: by node the one that keeps its copy.
+        """folder: on this node. holders: by node the one that keeps its copy.
 
         address: finds the one under which other nodes reach this one.
         """
@@ -90,7 +99,7 @@ class LocalCopies:
         self._drop = lambda: _ask(connection, {"say": "copies.drop", "session": session})
         if world.rank == 0:
             of_others = "" if world.num_nodes == 1 else ", and each node keeps another one's"
-            parent = self.folder.parent.parent
+            parent = self.folder.path.parent.parent
             often = "each step" if self._config.every == 1 else f"every {self._config.every} steps"
             say(f"{often} the state is copied to {parent} on each node{of_others}")
 
@@ -126,7 +135,8 @@ class LocalCopies:
         message = {
             "say": "copies.keep",
             "session": session,
-            "folder": str(self.folder),
+            "folder": str(self.folder.path),
+            "attempt": self.folder.attempt,
             "node": here,
             "num_nodes": world.num_nodes,
             "own_bytes": num_bytes_of[here],

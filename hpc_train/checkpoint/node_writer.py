@@ -28,7 +28,7 @@ from hpc_train.errors import CheckpointError
 if TYPE_CHECKING:
     import mmap
 
-    from hpc_train.checkpoint.copy_keeper import NodeCopies
+    from hpc_train.checkpoint.copy_keeper import Copying, NodeCopies
     from hpc_train.checkpoint.copy_service import CopyService
     from hpc_train.checkpoint.node_save import Part, Target
     from hpc_train.checkpoint.placed import WrittenBox
@@ -43,7 +43,7 @@ class _Save:
 
     copy: what node-local copies have to know, where some are to be made; is_for_store: false: it is for these alone.
     is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
-    node of rank 0, anywhere. is_free: nor copied, so that the memory may be filled again.
+    node of rank 0, anywhere. copying: to the nodes' own disks, which begins then.
     """
 
     token: str
@@ -56,9 +56,14 @@ class _Save:
     failure: str | None = None
     is_node_done: bool = False
     is_done: bool = False
-    is_free: bool = False
+    copying: Copying | None = None
     begin: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is neither written nor copied, so that the memory may be filled again."""
+        return self.is_done and (self.copying is None or self.copying.is_over)
 
     def fail(self, why: str) -> None:
         """It does not come; nothing happens to one that is done."""
@@ -95,7 +100,7 @@ class CheckpointService(Service):
         if session is None:
             raise ValueError("checkpoint.open comes first")
         if verb == "begin":
-            return session.begin(token, int(message["step"]), bool(message["hurry"]))
+            return session.begin(token, message)
         if verb == "cancel":
             session.cancel(token)
         elif verb == "take":
@@ -181,16 +186,22 @@ class Session:
             if self._welcome is not None:
                 peer.send(self._welcome)
 
-    def begin(self, token: str, step: int, hurry: bool) -> dict[str, Any]:
+    def begin(self, token: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Whether the save before is done (`busy` tells how far it is) and whether it failed; and of its copies.
 
-        hurry: what is written from now on is bound by no rate.
+        message: `step`; `hurry`: what is written from now on is bound by no rate; `is_for_store`, unless it is: a save
+        to the store does not wait for copies of the one before, which are given up.
         """
         from hpc_train.checkpoint.write import Flow
 
+        step, hurry = int(message["step"]), bool(message["hurry"])
         with self._changed:
             save = self._save
             if save is not None and save.token != token:
+                if save.copying is not None and bool(message.get("is_for_store", True)):
+                    save.copying.give_up(f"the save of step {step} to the store goes first")
+                elif save.copying is not None:
+                    save.copying.give_up_if_hanging()
                 if not save.is_free:
                     if hurry:
                         save.flow.hurry()
@@ -234,12 +245,11 @@ class Session:
     def outcome(self, token: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """What has become of a save, if that is known yet.
 
-        message: `commit`: of all of it, and not of this node's part alone; `free`: and of its copies.
+        message: `commit`: of all of it, and not of this node's part alone.
         """
         with self._changed:
             save = self._current(token)
-            is_known = save.is_done or (save.is_node_done and not message["commit"])
-            if not is_known or (message.get("free") and not save.is_free):
+            if not (save.is_done or (save.is_node_done and not message["commit"])):
                 return {"is_known": False}
             return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds}
 
@@ -260,7 +270,8 @@ class Session:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End, after what is whole here is written."""
+        """End, after what is whole here is written, and copied where it is to be."""
+        deadline = time.monotonic() + self._finish_s
         with self._changed:
             self._is_closing = True
             save = self._save
@@ -273,6 +284,8 @@ class Session:
         self._thread.join(self._finish_s)
         if self._thread.is_alive():
             self._log(f"checkpoint: given up after {self._finish_s:g} s")
+        elif save is not None and save.copying is not None:
+            save.copying.wait(max(0.0, deadline - time.monotonic()))
 
     def _current(self, token: str) -> _Save:
         for save in (self._save, self._before):
@@ -301,12 +314,9 @@ class Session:
                 if is_good:
                     save.failure = None  # it was given up too late
                 copies = self._node_copies if save.copy is not None and len(save.taken) == self._count else None
-                save.is_free = copies is None
-            if copies is not None:
-                # Whatever the store has said: what ranks have copied is all here.
-                self._copy(save, copies)
-                with self._changed:
-                    save.is_free = True
+                if copies is not None:
+                    # Whatever the store has said: what ranks have copied is all here.
+                    save.copying = self._copy(save, copies)
         with self._changed:
             self._parts.clear()
             self._index = None
@@ -359,13 +369,13 @@ class Session:
         save.seconds = time.monotonic() - save.begin
         self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
 
-    def _copy(self, save: _Save, copies: NodeCopies) -> None:
+    def _copy(self, save: _Save, copies: NodeCopies) -> Copying:
         assert save.copy is not None
         parts = [self._parts[rank] for rank in sorted(self._parts)]
         # What was committed now is in the store too, which rank 0 could not know when it began.
         is_stored = save.is_for_store and save.failure is None
         order = {**save.copy, "store_step": save.step} if is_stored else save.copy
-        copies.make(save.step, save.token, parts, save.values if self._is_first else None, order)
+        return copies.start(save.step, save.token, parts, save.values if self._is_first else None, order)
 
     @property
     def _node_copies(self) -> NodeCopies | None:

@@ -115,21 +115,25 @@ class Saver:
         """Whether the nodes' own disks get a copy of a step. Not collective, and the same on every rank."""
         return self._copies is not None and self._agents is not None and self._copies.is_due(step)
 
-    def copy_locally(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> None:
+    def copy_locally(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
         """Copy a step to the nodes' own disks alone, unless a save before is not done: training does not wait for it.
+
+        Returns:
+            Whether it is begun.
 
         Raises:
             CheckpointError: the save before failed, unless checkpoint.on_error=continue.
         """
         if self._agents is None:
-            return
+            return False
         try:
-            self._agents.save(step, pieces, values, "skip", is_for_store=False, has_copy=True)
+            return self._agents.save(step, pieces, values, "skip", is_for_store=False, has_copy=True)
         except SaveFailed as error:
             self._bear(error)
         except AgentGone as problem:
             self._leave_agents(problem)
             self._raise_what_was_told()
+        return False
 
     def look(self) -> None:
         """On rank 0, say what has become of a save written beside the training. Not collective, never waits."""

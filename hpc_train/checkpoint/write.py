@@ -38,7 +38,7 @@ _LONGEST_SLEEP_S = 0.5
 class Flow:
     """Lets bytes through, at no more than a rate where there is one; counts them, and can be stopped. For any threads.
 
-    bytes_per_s: None: without limit.
+    bytes_per_s: None: without limit. moved_at: when bytes went through, or waited for the rate, last.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Flow:
         self._free_at = 0.0
         self._reason: str | None = None
         self.num_bytes = 0
+        self.moved_at = clock()
 
     def pass_through(self, num_bytes: int) -> None:
         """Wait until so many more bytes may be written.
@@ -60,6 +61,7 @@ class Flow:
             Abandoned: `stop` was called.
         """
         self.check()
+        self.moved_at = self._clock()
         with self._lock:
             self.num_bytes += num_bytes
             if self._bytes_per_s is None:
@@ -68,6 +70,7 @@ class Flow:
             self._free_at = begin + num_bytes / self._bytes_per_s
         while self._reason is None and self._bytes_per_s is not None and (left_s := begin - self._clock()) > 0:
             self._sleep(min(left_s, _LONGEST_SLEEP_S))
+            self.moved_at = self._clock()
         self.check()
 
     def check(self) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.checkpoint.attempt import attempt_of
+from hpc_train.checkpoint.lineage import Lineage, forget_lineage, note_lineage
 from hpc_train.checkpoint.load import Loaded
-from hpc_train.checkpoint.local_parts import folder_of_run
-from hpc_train.checkpoint.local_saves import LocalCopies
+from hpc_train.checkpoint.local_folder import folder_of_run
+from hpc_train.checkpoint.local_saves import LocalCopies, LocalFolder
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.run_location import run_location
 from hpc_train.checkpoint.saver import Saver
@@ -63,15 +65,18 @@ class Run:
         env = process_env()
         job_key = read_job_key(env)
         agent = None if job_key is None else (job_key, this_node(env))
-        self.copies = _local_copies(self.config, self.run_dir, self.world)
+        self.copies = _local_copies(self.config, self.run_dir, self.world, attempt_of(job_key or ""))
         self.saver = Saver(
             self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,
             lambda seconds: self.stop.completed_save(seconds), self.copies,
         )  # fmt: skip
 
 
-def _local_copies(config: Config, run_dir: Path, world: World) -> LocalCopies | None:
-    """What checkpoint.local asks for; None where it is left out. Collective over all ranks."""
+def _local_copies(config: Config, run_dir: Path, world: World, attempt: str) -> LocalCopies | None:
+    """What checkpoint.local asks for; None where it is left out. Collective over all ranks.
+
+    attempt: this start of the run, where a driver has begun it; else there are no agents, and no copies.
+    """
     local = config.checkpoint.local
     if local is None:
         return None
@@ -89,7 +94,7 @@ def _local_copies(config: Config, run_dir: Path, world: World) -> LocalCopies | 
     except HpcTrainError as problem:
         error = problem
     world.agree(error)
-    return LocalCopies(world, local, folder, holders, address, config.checkpoint.finish_s)
+    return LocalCopies(world, local, LocalFolder(folder, attempt), holders, address, config.checkpoint.finish_s)
 
 
 @dataclass(frozen=True)
@@ -237,6 +242,25 @@ def restore(run: Run, loaded: Loaded) -> None:
         say(f"resumed from {loaded.path} at step {loaded.step}")
         for change in changes:
             warn(f"the blend changed (data.allow_changed_blend=true): {change}")
+
+
+def note_copies(run: Run, loaded: Loaded | None) -> None:
+    """Have only copies count that belong to what this start goes on from. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank: the store does not take the note.
+    """
+    error = None
+    if run.world.rank == 0:
+        try:
+            if run.copies is None:
+                forget_lineage(run.checkpoints)
+            else:
+                token = None if loaded is None else loaded.local_token
+                note_lineage(run.checkpoints, Lineage(run.copies.folder.attempt, token))
+        except HpcTrainError as problem:
+            error = problem
+    run.world.agree(error)
 
 
 def begin_from(run: Run, source: str) -> None:

@@ -196,6 +196,7 @@ def _train(
         loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world, local)
         if loaded is not None:
             loop.restore(run, loaded)
+    loop.note_copies(run, loaded)
     if loaded is None and config.checkpoint.init_from is not None:
         loop.begin_from(run, config.checkpoint.init_from)
     if run.metrics is not None:

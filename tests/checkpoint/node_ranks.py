@@ -69,14 +69,14 @@ class NodeRank:
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         return self.connection.ask(message, descriptors)[0]
 
-    def begin(self, token: str, step: int, *, hurry: bool = False) -> dict[str, Any]:
-        return self.ask({"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry})
+    def begin(self, token: str, step: int, *, hurry: bool = False, **more: Any) -> dict[str, Any]:
+        return self.ask({"say": "checkpoint.begin", "token": token, "step": step, "hurry": hurry, **more})
 
-    def take(self, token: str, step: int) -> dict[str, Any]:
+    def take(self, token: str, step: int, **more: Any) -> dict[str, Any]:
         """Copy a state that follows from the step, and say so."""
         self.segment.write(0, row_of(step, self.rank, self.num_bytes))
         values = {"values": {"step_told": step}} if self.rank == 0 else {}
-        return self.ask({"say": "checkpoint.take", "token": token, **values})
+        return self.ask({"say": "checkpoint.take", "token": token, **values, **more})
 
     def outcome(self, token: str, *, commit: bool) -> dict[str, Any]:
         return self.tell("outcome", token, session=self.session, commit=commit)

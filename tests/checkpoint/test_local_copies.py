@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,15 @@ import torch
 
 from hpc_train.checkpoint import agent_saves, copy_keeper, load, local_load, local_saves
 from hpc_train.checkpoint import saver as saver_module
+from hpc_train.checkpoint.attempt import attempt_of
 from hpc_train.checkpoint.copy_service import CopyService
 from hpc_train.checkpoint.copy_wire import CopyFailed
 from hpc_train.checkpoint.folder import step_folder, steps_newest_first
+from hpc_train.checkpoint.lineage import COPIES_FILE, Lineage, note_lineage
 from hpc_train.checkpoint.load import load_newest
-from hpc_train.checkpoint.local_parts import PartName, folder_of_run, sound_parts
-from hpc_train.checkpoint.local_saves import LocalCopies
+from hpc_train.checkpoint.local_folder import folder_of_run
+from hpc_train.checkpoint.local_parts import PartName, sound_parts
+from hpc_train.checkpoint.local_saves import LocalCopies, LocalFolder
 from hpc_train.checkpoint.location import locate
 from hpc_train.checkpoint.node_writer import CheckpointService
 from hpc_train.checkpoint.saver import Saver
@@ -95,7 +100,8 @@ def _listen(said: list[str]) -> None:
 
 
 class _Rank:
-    def __init__(self, me: TestRank, told: Told, key: str, **local: Any) -> None:
+    def __init__(self, me: TestRank, told: Told, key: str, is_sent: bool, **local: Any) -> None:
+        """is_sent: copies reach the nodes that keep them."""
         root, run_dir, disks = told
         num_nodes = len(disks)
         self.me, self.said = me, list[str]()
@@ -104,28 +110,47 @@ class _Rank:
         config = CheckpointConfig(local={"path": "/", "every": 1, **local})
         assert config.local is not None
         holders = [(node + 1) % num_nodes for node in range(num_nodes)] if num_nodes > 1 else []
-        folder = folder_of_run(disks[world.node_rank], Path(run_dir), {})
-        self.copies = LocalCopies(world, config.local, folder, holders, lambda: "127.0.0.1", 20.0)
+        folders = [folder_of_run(disk, Path(run_dir), {}) for disk in disks]
+        mine = LocalFolder(folders[world.node_rank], attempt_of(key))
+        if me.rank == 0:
+            locate(root).make_folder()
+            note_lineage(locate(root), Lineage(mine.attempt))
+        self._world = world
+        self._places = [mine.path, *(folders[node] for node in holders[world.node_rank :][:1] if is_sent)]
+        self.copies = LocalCopies(world, config.local, mine, holders, lambda: "127.0.0.1", 20.0)
         self.state = plain_state.state(me, None, ELEMENTS)
         agent = (key, world.node)
         self.saver = Saver(config, locate(root), Path(run_dir), world, agent, lambda seconds: None, self.copies)
 
     def act(self, what: str, step: int) -> None:
-        """A step, and what is done behind it; waited for, so that the next one is not left out."""
+        """A step, and what is done behind it, waited for."""
         for piece, wanted in zip(self.state, plain_state.state(self.me, step, ELEMENTS), strict=True):
             piece.data.copy_(wanted.data)
         values = {"num_updates": step}
         if what == "copy":
             self.saver.open(self.state)
-            self.saver.copy_locally(step, self.state, values)
+            while not self.saver.copy_locally(step, self.state, values):
+                time.sleep(0.005)
         else:
             self.saver.save(step, self.state, values, must_last=what == "last")
-        assert self.saver._agents is not None
-        self.saver._agents.settle()
+            assert self.saver._agents is not None
+            self.saver._agents.settle()
+        while what != "last" and not all(map(self._has_part(step), self._places)):
+            time.sleep(0.005)
+        self._world.control.barrier()
+
+    def _has_part(self, step: int) -> Callable[[Path], bool]:
+        def has(folder: Path) -> bool:
+            names = [PartName.of_folder(path.name) for path in folder.iterdir()]
+            return any(name and (name.step, name.node) == (step, self._world.node_rank) for name in names)
+
+        return has
 
 
-def _save(me: TestRank, told: Told, key: str, acts: list[tuple[str, int]], local: dict[str, Any]) -> list[str]:
-    rank = _Rank(me, told, key, **local)
+def _save(
+    me: TestRank, told: Told, key: str, acts: list[tuple[str, int]], is_sent: bool, local: dict[str, Any]
+) -> list[str]:
+    rank = _Rank(me, told, key, is_sent, **local)
     try:
         for what, step in acts:
             rank.act(what, step)
@@ -134,19 +159,21 @@ def _save(me: TestRank, told: Told, key: str, acts: list[tuple[str, int]], local
     return rank.said
 
 
-def _load_all(me: TestRank, sites: list[Told]) -> list[tuple[int | None, bool, str]]:
+def _load_all(me: TestRank, sites: list[Told], attempt: str) -> list[tuple[int | None, bool, str]]:
     """Of each the step that was gone on from, whether the disks had it, and what was said; all numbers are compared."""
-    return [_load(me, told) for told in sites]
+    return [_load(me, told, attempt) for told in sites]
 
 
-def _load(me: TestRank, told: Told) -> tuple[int | None, bool, str]:
+def _load(me: TestRank, told: Told, attempt: str) -> tuple[int | None, bool, str]:
     root, run_dir, disks = told
     said: list[str] = []
     _listen(said)
     world = _world(me, len(disks))
     pieces = plain_state.state(me, None, ELEMENTS)
-    loaded = load_newest(root, pieces, world, folder_of_run(disks[world.node_rank], Path(run_dir), {}))
+    mine = LocalFolder(folder_of_run(disks[world.node_rank], Path(run_dir), {}), attempt)
+    loaded = load_newest(root, pieces, world, mine)
     if loaded is None:
+        assert not any(piece.data.any() for piece in pieces), "what was begun with has changed"
         return None, False, "\n".join(said)
     assert loaded.values == {"num_updates": loaded.step}
     for piece, wanted in zip(pieces, plain_state.state(me, loaded.step, ELEMENTS), strict=True):
@@ -166,17 +193,19 @@ def _agents(num_nodes: int) -> Iterator[str]:
         yield key
 
 
-def _saved(site: _Site, acts: list[tuple[str, int]], ranks: int | None = None, **local: Any) -> list[str]:
+def _saved(
+    site: _Site, acts: list[tuple[str, int]], ranks: int | None = None, *, is_sent: bool = True, **local: Any
+) -> list[str]:
     """Do so on all nodes; what rank 0 said."""
     with _agents(len(site.disks)) as key:
-        said: list[str] = run_ranks(_save, ranks or len(site.disks), site.told(), key, acts, local)[0]
+        said: list[str] = run_ranks(_save, ranks or len(site.disks), site.told(), key, acts, is_sent, local)[0]
     return said
 
 
 def _loaded(sites: Mapping[str, Told], ranks: int | None = None) -> dict[str, tuple[int | None, bool, str]]:
     """By name what came of each, as rank 0 saw it; all ranks must agree."""
     told = [*sites.values()]
-    found = run_ranks(_load_all, ranks or len(told[0][2]), told)
+    found = run_ranks(_load_all, ranks or len(told[0][2]), told, secrets.token_hex(8))
     for of_site in zip(*found, strict=True):
         assert len({(step, is_local) for step, is_local, _ in of_site}) == 1
     return dict(zip(sites, found[0], strict=True))
@@ -222,19 +251,22 @@ def test_the_newest_save_that_is_whole_and_good_is_gone_on_from_on_disks_or_in_t
     def copy(name: str) -> _Site:
         return saved.copy(tmp_path / name)
 
-    record, no_older, gone_back = copy("record"), copy("no older"), copy("gone back")
+    record, no_older, gone_back, other_run = copy("record"), copy("no older"), copy("gone back"), copy("other run")
     _flip(record.part(0, 3, 0) / "part.json", 200)
     for disk, node in ((0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)):
         shutil.rmtree(no_older.part(disk, 2, node))
     shutil.rmtree(gone_back.root / step_folder(2))
+    (other_run.root / COPIES_FILE).unlink()
     sites = {
         "all": saved,
         "one lost": copy("one lost").lose(1),
         "two lost": copy("two lost").lose(1, 2),
         "record": record,
         "data": _damaged(copy("data"), (1, 1)),
-        "no older": _damaged(no_older, (1, 1)),
+        "both": _damaged(copy("both"), (1, 1), (2, 1)),
+        "no older": _damaged(no_older, (1, 1), (2, 1)),
         "gone back": gone_back,
+        "other run": other_run,
     }
     found = _loaded({name: site.told() for name, site in sites.items()}, ranks=6)
     assert {name: (step, is_local) for name, (step, is_local, _) in found.items()} == {
@@ -242,17 +274,21 @@ def test_the_newest_save_that_is_whole_and_good_is_gone_on_from_on_disks_or_in_t
         "one lost": (3, True),
         "two lost": (2, False),
         "record": (3, True),
-        "data": (2, True),
+        "data": (3, True),
+        "both": (2, True),
         "no older": (2, False),
         "gone back": (None, False),
+        "other run": (2, False),
     }
     for name, words in {
         "all": "step 3 is whole on the nodes' own disks: 3 parts",
         "one lost": "1 of them on other nodes than before",
         "two lost": "step 3 is not whole on the nodes' own disks: 1 of 3 nodes' parts, node 1's first",
         "record": "a part on this node's own disk is left out",
-        "data": "step 3 on the nodes' own disks is left out",
+        "data": "a part on the nodes' own disks is left out",
+        "both": "node 1's first, are sound on no node of this job",
         "no older": "the checksum of the bytes",
+        "other run": "step 3 on the nodes' own disks is left out: it is not of what this run has gone on from since",
         "gone back": "step 2 was in the store when it was copied, which has none now",
     }.items():
         assert words in found[name][2], (name, found[name][2])
@@ -284,8 +320,16 @@ def test_older_copies_make_room_and_all_go_when_the_store_has_the_last_step(save
 def test_few_nodes_keep_what_they_can(tmp_path: Path, num_nodes: int) -> None:
     site = _Site(tmp_path / "site", num_nodes)
     _saved(site, [("copy", 3)], keep=2)
-    found = _loaded({"all": site.told(), "one lost": site.copy(tmp_path / "lost").lose(0).told()})
-    assert [entry[:2] for entry in found.values()] == [(3, True), (3, True) if num_nodes == 2 else (None, False)]
+    other = (3, True) if num_nodes == 2 else (None, False)
+    sites = {
+        "all": (site, (3, True)),
+        "one lost": (site.copy(tmp_path / "lost").lose(0), other),
+        "one damaged": (_damaged(site.copy(tmp_path / "one"), (0, 0)), other),
+    }
+    if num_nodes == 2:  # then it begins as without copies, since the store is empty
+        sites["both damaged"] = (_damaged(site.copy(tmp_path / "both"), (0, 0), (1, 0)), (None, False))
+    found = _loaded({name: site.told() for name, (site, _) in sites.items()})
+    assert {name: entry[:2] for name, entry in found.items()} == {name: entry for name, (_, entry) in sites.items()}
 
 
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(tmp_path: Path) -> None:
@@ -306,7 +350,7 @@ def test_copies_that_fail_are_told_once_and_stop_nothing(tmp_path: Path, monkeyp
 
     site = _Site(tmp_path, 2)
     monkeypatch.setattr(copy_keeper, "send_part", fails)
-    said = _saved(site, [("copy", 1), ("copy", 2), ("save", 3), ("copy", 4)])
+    said = _saved(site, [("copy", 1), ("copy", 2), ("save", 3), ("copy", 4)], is_sent=False)
     assert [text for text in said if "no way there" in text] == [
         "copies on the nodes' own disks, which training goes on without: node 0: no way there"
     ]
