@@ -31,11 +31,15 @@ _FIRST_PAUSE_S = 0.05
 
 
 class FailureKind(StrEnum):
-    """Who says what: a rank of itself; whoever watched one that said nothing; a rank that lost another one."""
+    """Who says what: a rank of itself; whoever watched one that said nothing; a rank that lost another one.
+
+    OUTSIDE: the driver, of all ranks: something outside ended them together, and none has failed.
+    """
 
     OWN = "own"
     ENDED = "ended"
     FOLLOWS = "follows"
+    OUTSIDE = "outside"
 
 
 class LineWriter(io.TextIOBase):
@@ -149,7 +153,7 @@ def report_failure(
         cause = wait_for_failure(run_dir, patience_s)
     after = f", after that of {origin_of(cause)}" if cause is not None else ""
     where = origin_of({"rank": rank, "host": host})
-    say(f"error ({where}, exit code {exit_code}{after}): {error if expected else trace.rstrip()}", sys.stderr)
+    _try_to_say(f"error ({where}, exit code {exit_code}{after}): {error if expected else trace.rstrip()}")
     if run_dir is not None and cause is None:
         message = str(error) or type(error).__name__
         record_failure(run_dir, rank=rank, host=host, exit_code=exit_code, message=message, kind=kind, trace=trace)
@@ -165,8 +169,12 @@ def record_failure(
     message: str,
     kind: FailureKind,
     trace: str = "",
+    returncode: int | None = None,
 ) -> None:
-    """Put a failure on record, if it is the first one of the attempt."""
+    """Put a failure on record, if it is the first one of the attempt.
+
+    returncode: of a process that ended without a word, its exit code or, negative, the signal that ended it.
+    """
     record = {
         "rank": rank,
         "host": host,
@@ -174,6 +182,7 @@ def record_failure(
         "exit_code": exit_code,
         "message": message,
         "kind": str(kind),
+        "returncode": returncode,
         "traceback": trace,
     }
     # Written whole under a name of its own, then linked: the link fails if another was first.
@@ -184,10 +193,16 @@ def record_failure(
     except FileExistsError:
         return
     except OSError as problem:
-        say(f"warning: the failure could not be recorded in {run_dir}: {problem}", sys.stderr)
+        _try_to_say(f"warning: the failure could not be recorded in {run_dir}: {problem}")
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _try_to_say(text: str) -> None:
+    """Print to standard error, which may be a file on the disk that is full."""
+    with suppress(OSError):
+        say(text, sys.stderr)
 
 
 def wait_for_failure(run_dir: Path, patience_s: float = FOLLOWS_S) -> dict[str, object] | None:
@@ -215,6 +230,8 @@ def kind_of(failure: Mapping[str, object]) -> FailureKind:
 
 
 def origin_of(failure: Mapping[str, object]) -> str:
-    """`rank 3 on n2`, or the host alone where no rank is known."""
+    """`rank 3 on n2`, or the host alone where no rank is known; or `all ranks`."""
+    if kind_of(failure) is FailureKind.OUTSIDE:
+        return "all ranks"
     rank, host = failure.get("rank"), failure.get("host")
     return f"{host}" if rank is None else f"rank {rank} on {host}"

@@ -80,6 +80,14 @@ def test_a_failure_that_cannot_be_recorded_still_gives_its_code(tmp_path: Path, 
     assert "could not be recorded" in capsys.readouterr().err
 
 
+def test_a_failure_is_recorded_although_the_disk_of_the_log_is_full(tmp_path: Path, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", LineWriter(full.fileno(), "n1 r0"))
+        assert report_failure(DataError("cut short"), run_dir=tmp_path, rank=0, host="n1") == 4
+        assert report_failure(DataError("x"), run_dir=tmp_path / "gone", rank=0, host="n1") == 4
+    assert read_failure(tmp_path)["message"] == "cut short"
+
+
 def test_a_broken_record_counts_as_none(tmp_path: Path):
     (tmp_path / "failure.json").write_text("{")
     assert read_failure(tmp_path) is None

@@ -133,6 +133,7 @@ class RankWatch(Service):
             exit_code=int(ExitCode.INTERNAL),
             message=f"ended without a word{how}",
             kind=FailureKind.ENDED,
+            returncode=None if status is None else os.waitstatus_to_exitcode(status),
         )
 
 

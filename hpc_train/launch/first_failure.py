@@ -7,19 +7,23 @@ launcher may know better: it is the parent of the ranks, on every node, and is t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_train import log
 from hpc_train.cluster.process_end import describe_signal
 from hpc_train.errors import ExitCode
-from hpc_train.launch.launcher_words import BadEnd
+from hpc_train.launch.launcher_words import SAYS_ENDED, BadEnd
 from hpc_train.launch.ranks import RanksEnd
-from hpc_train.log import FAILURE_FILE, FailureKind, kind_of
+from hpc_train.log import FAILURE_FILE, FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import RANKS_FILE, write_atomically
 
 _OF_THE_TABLE = {int(code) for code in ExitCode} - {int(ExitCode.DONE), int(ExitCode.INTERNAL)}
+_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that a process gets from somebody else; by all others it ends of itself."""
+_MOST_NAMED = 8
 
 
 def first_failure(run_dir: Path, end: RanksEnd) -> dict[str, Any] | None:
@@ -27,12 +31,24 @@ def first_failure(run_dir: Path, end: RanksEnd) -> dict[str, Any] | None:
     recorded = log.read_failure(run_dir)
     if recorded is not None and kind_of(recorded) is FailureKind.OWN:
         return recorded
-    if _left_with_reason(end):
+    if left_with_reason(end):
         # A rank has said what is wrong by its code, and the launcher ended the others for it.
         return None if recorded is None or kind_of(recorded) is FailureKind.ENDED else recorded
+    tasks = _tasks(run_dir)
+    outside = _from_outside(end, tasks)
+    if outside is not None and (recorded is None or was_ended(recorded)):
+        return _of_all_ranks(recorded, outside, end)
     if end.bad_end is None or not end.bad_end.is_death:
         return recorded
-    return _with_launcher(recorded, end.bad_end, _tasks(run_dir))
+    return _with_launcher(recorded, end.bad_end, tasks)
+
+
+def was_ended(failure: Mapping[str, Any]) -> bool:
+    """Whether a rank may have been ended by somebody else, as in an interruption, and has not failed by itself."""
+    if kind_of(failure) is FailureKind.ENDED:
+        returncode = failure.get("returncode")
+        return returncode is None or -returncode in _BY_OTHERS
+    return kind_of(failure) is not FailureKind.OWN
 
 
 def keep_failure(run_dir: Path, failure: Mapping[str, Any] | None) -> None:
@@ -44,8 +60,38 @@ def keep_failure(run_dir: Path, failure: Mapping[str, Any] | None) -> None:
         (run_dir / FAILURE_FILE).unlink(missing_ok=True)
 
 
-def _left_with_reason(end: RanksEnd) -> bool:
+def left_with_reason(end: RanksEnd) -> bool:
+    """Whether a rank left with a code of the table of exit codes."""
     return end.code in _OF_THE_TABLE or (end.bad_end is not None and end.bad_end.exit_code in _OF_THE_TABLE)
+
+
+def _from_outside(end: RanksEnd, tasks: Mapping[int, tuple[int, str]]) -> str | None:
+    """How all ranks were ended together, where they were; else one ended, and the launcher ended the others for it."""
+    if end.code < 0:
+        return f"the launcher itself was ended by {describe_signal(-end.code)}, and they with it"
+    bad_end = end.bad_end
+    if bad_end is None or bad_end.signal != signal.SIGKILL or len(tasks) < 2 or not tasks.keys() <= {*bad_end.tasks}:
+        return None
+    memory = ", since memory was out" if bad_end.is_out_of_memory else ""
+    return f"{bad_end.says} says that all {len(tasks)} were killed at once by {describe_signal(bad_end.signal)}{memory}"
+
+
+def _of_all_ranks(recorded: Mapping[str, Any] | None, how: str, end: RanksEnd) -> dict[str, Any]:
+    """The record that the whole step was ended from outside, with what is known of by whom."""
+    told = next((line for line in end.said if SAYS_ENDED.search(line)), None)
+    where = "; `sacct -j JOB -o jobid,state%40` may" if end.said else ""
+    by = f"Slurm said: {told}" if told is not None else f"nobody said by whom{where}"
+    seen = "" if recorded is None else f". Seen first: {origin_of(recorded)}: {recorded.get('message')}"
+    return {
+        "rank": None,
+        "host": None,
+        "time": recorded["time"] if recorded is not None else log.timestamp(),
+        "exit_code": int(ExitCode.INTERNAL),
+        "message": f"{how}. The whole step was ended from outside, and no rank has failed ({by}){seen}",
+        "kind": str(FailureKind.OUTSIDE),
+        "returncode": None,
+        "traceback": "",
+    }
 
 
 def _with_launcher(
@@ -56,11 +102,16 @@ def _with_launcher(
     how = f"killed by {describe_signal(bad_end.signal)}"
     how += ", since memory was out" if bad_end.is_out_of_memory else ""
     named = [tasks[task] for task in bad_end.tasks if task in tasks]
+    is_one = len(named) < 2 or bad_end.signal != signal.SIGKILL
+    how += "" if is_one else f", with {_named(rank for rank, _ in named)} at once"
     is_seen = recorded is not None and kind_of(recorded) is FailureKind.ENDED
     if recorded is not None and is_seen and (not named or recorded.get("rank") in [rank for rank, _ in named]):
-        is_known = describe_signal(bad_end.signal) in str(recorded["message"]) and not bad_end.is_out_of_memory
+        is_known = is_one and not bad_end.is_out_of_memory
+        is_known = is_known and describe_signal(bad_end.signal) in str(recorded["message"])
         addition = "" if is_known else f"; {bad_end.says} says that it was {how}"
-        return {**recorded, "message": f"{recorded['message']}{addition}"}
+        returncode = recorded.get("returncode")
+        returncode = -bad_end.signal if returncode is None else returncode
+        return {**recorded, "message": f"{recorded['message']}{addition}", "returncode": returncode}
     if not named:
         return recorded
     rank, host = named[0]
@@ -71,8 +122,16 @@ def _with_launcher(
         "exit_code": int(ExitCode.INTERNAL),
         "message": f"ended without a word; {bad_end.says} says that it was {how}",
         "kind": str(FailureKind.ENDED),
+        "returncode": -bad_end.signal,
         "traceback": "",
     }
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """`ranks 2, 3`, and no more than a line has room for."""
+    first = sorted(ranks)
+    more = f" and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, first[:_MOST_NAMED]))}{more}"
 
 
 def _tasks(run_dir: Path) -> dict[int, tuple[int, str]]:

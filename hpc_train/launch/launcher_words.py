@@ -1,18 +1,23 @@
-"""What srun or mpirun itself says while it sees ranks to their end: which task ended badly first, and how."""
+"""What srun or mpirun itself says while it sees ranks to their end: which tasks ended badly first, and how."""
 
 from __future__ import annotations
 
 import re
 import signal
 import threading
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from hpc_train.launch.follow import rank_of_line
 
 # cited: srun says so of a step that Slurm itself ends.
 SLURM_ENDED_IT = re.compile(r"CANCELLED AT .* DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE)")
+# cited: slurmstepd says so, on the step's first node or where memory was out. Without a reason behind the time it may
+# only be that srun ends the others (seen), with TASK FAILURE it is that.
+SAYS_ENDED = re.compile(r"CANCELLED AT .* DUE TO (?!TASK FAILURE)|exceeded .*memory limit|oom.kill", re.IGNORECASE)
 # Seen: `srun: error: n2: task 5: Killed`, `srun: error: n[1-2]: tasks 0-3,5: Exited with exit code 1`.
 _TASKS = r"[0-9]+(?:-[0-9]+)?"
 _SRUN_TASKS = re.compile(rf"^srun: error: \S+: tasks? ({_TASKS}(?:,{_TASKS})*): (.+)$")
@@ -26,13 +31,16 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 _OUT_OF_MEMORY = "Out Of Memory"
 _ASKED_FOR = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals by which somebody asks for an end."""
+_TOGETHER_S = 2.0
+"""Ends within this time have one cause; assumed. Where srun ends the others for one that ended badly, it sends TERM,
+which ranks outlive, and KILL after Slurm's KillWait, which is 30 s unless a site sets it."""
 
 
 @dataclass(frozen=True)
 class BadEnd:
     """The first tasks that ended badly, in the launcher's numbering, by a signal or with an exit code.
 
-    By SIGKILL, with is_out_of_memory, where srun saw that memory was out.
+    By SIGKILL they are all that it ended at that time; is_out_of_memory: srun saw that memory was out for one of them.
     """
 
     says: Literal["srun", "mpirun"]
@@ -51,12 +59,14 @@ class BadEnd:
 class LauncherWords:
     """Hears a launcher's lines as they come; lines of ranks are passed over."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
         self._slurm_ended_it: str | None = None
+        self._says_ended: str | None = None
         self._before = ""
         self._lock = threading.Lock()
-        self.first_bad_end: BadEnd | None = None
+        self._bad_ends: list[tuple[float, BadEnd]] = []
 
     def hear(self, line: bytes) -> None:
         if rank_of_line(line) is not None:
@@ -66,16 +76,44 @@ class LauncherWords:
             self._last.append(text)
             if self._slurm_ended_it is None and SLURM_ENDED_IT.search(text):
                 self._slurm_ended_it = text
-            if self.first_bad_end is None:
-                self.first_bad_end = _srun_end(text) or _mpirun_end(f"{self._before}\n{text}")
+            if self._says_ended is None and SAYS_ENDED.search(text):
+                self._says_ended = text
+            bad_end = _srun_end(text) or _mpirun_end(f"{self._before}\n{text}")
+            if bad_end is not None:
+                self._bad_ends.append((self._clock(), bad_end))
             self._before = text
+
+    @property
+    def first_bad_end(self) -> BadEnd | None:
+        """Which tasks ended badly first; None: none, as far as the launcher says."""
+        with self._lock:
+            begin = self._bad_ends[0][0] if self._bad_ends else 0.0
+            return _first_of([end for when, end in self._bad_ends if when <= begin + _TOGETHER_S])
 
     @property
     def said(self) -> tuple[str, ...]:
         """The last lines, after the one in which Slurm says that it ended the step, however long ago that came."""
         with self._lock:
-            first = [] if self._slurm_ended_it in (None, *self._last) else [str(self._slurm_ended_it)]
+            told = self._slurm_ended_it or self._says_ended
+            first = [] if told in (None, *self._last) else [str(told)]
             return (*first, *self._last)
+
+
+def _first_of(together: Sequence[BadEnd]) -> BadEnd | None:
+    """The one of these that came first, with all that were killed where it was.
+
+    An abort is passed over where another task was killed: libraries abort ranks that have lost others.
+    """
+    if not together:
+        return None
+    first = together[0]
+    if first.signal == signal.SIGABRT:
+        first = next((end for end in together if end.is_death and end.signal != signal.SIGABRT), first)
+    if first.signal != signal.SIGKILL:
+        return first
+    killed = [end for end in together if end.signal == signal.SIGKILL]
+    tasks = tuple(task for end in killed for task in end.tasks)
+    return replace(first, tasks=tasks, is_out_of_memory=any(end.is_out_of_memory for end in killed))
 
 
 def _srun_end(line: str) -> BadEnd | None:

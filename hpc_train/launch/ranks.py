@@ -85,8 +85,8 @@ class RanksEnd:
     """How the launcher ended: its exit code (negative: the signal that ended it).
 
     stopped: what `watch` saw. asked: the signal for which the ranks were asked to save and end. forced: the one for
-    which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks'.
-    bad_end: what the launcher said of the first tasks that ended badly.
+    which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks', and of
+    Slurm's daemons. bad_end: what the launcher said of the first tasks that ended badly.
     """
 
     code: int
@@ -110,11 +110,11 @@ def run_ranks(
     argv = _launcher_argv(start)
     say(f"starting ranks: {' '.join(argv)}")
     is_srun = isinstance(start.launcher, SrunLauncher)
-    followers = _follow_logs(start) if is_srun else []
+    words = LauncherWords()
+    followers = _follow_logs(start, words) if is_srun else []
     output = None if is_srun else subprocess.PIPE
     errors = subprocess.PIPE if is_srun else subprocess.STDOUT
     child = children.start_child(argv, start.env, stdout=output, stderr=errors)
-    words = LauncherWords()
     listener = threading.Thread(target=_pass_on_errors, args=(child, words), daemon=True)
     listener.start()
     stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun), start.stop_signal)
@@ -249,12 +249,17 @@ def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes], words: Lau
     return PipeCopier(child.stdout, [1, descriptor], words.hear)
 
 
-def _follow_logs(start: RanksToStart) -> list[FileFollower]:
-    """Copy new lines of the nodes' logs to our output, which in a batch job is the job's log."""
+def _follow_logs(start: RanksToStart, words: LauncherWords) -> list[FileFollower]:
+    """Copy new lines of the nodes' logs to our output, which in a batch job is the job's log.
+
+    What Slurm's daemon of a node says of the step goes there too, and is listened to.
+    """
     nodes = start.allocation.nodes
     shown = nodes if start.show_all and len(nodes) <= _MOST_FOLLOWED_NODES else (start.first_node,)
 
     def show(line: bytes) -> None:
+        if line.startswith(b"slurmstepd"):
+            words.hear(line)
         if start.show_all or rank_of_line(line) in (None, 0):
             with contextlib.suppress(OSError):
                 write_all(1, line)

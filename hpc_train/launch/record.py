@@ -15,7 +15,7 @@ from typing import Any
 from hpc_train import log
 from hpc_train.config import LaunchConfig
 from hpc_train.errors import ExitCode
-from hpc_train.launch.first_failure import first_failure, keep_failure
+from hpc_train.launch.first_failure import first_failure, keep_failure, left_with_reason, was_ended
 from hpc_train.launch.launcher_words import SLURM_ENDED_IT
 from hpc_train.launch.ranks import RanksEnd
 from hpc_train.log import FailureKind, kind_of, origin_of
@@ -82,6 +82,7 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     """From what a rank says of its own failure, else from what a rank wrote, else from how ranks were ended.
 
     A run that was asked to end has not failed where its ranks were ended before they could save, and lost each other.
+    It has where one of them ended by itself, as with an error's exit code or by SIGSEGV.
 
     stop_signal: what asks ranks to save and end. It ends a rank that is still starting; the run goes on all the same.
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
@@ -90,7 +91,9 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
         return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
     if end.forced is not None:
         return Outcome("stopped", int(ExitCode.INTERNAL), end.forced, None)
-    if end.code == 0:
+    recorded = log.read_failure(run_dir)
+    is_swallowed = recorded is not None and kind_of(recorded) is FailureKind.OWN  # by a wrapper of launch.wrap
+    if end.code == 0 and not is_swallowed:
         written = read_json(run_dir / OUTCOME_FILE) or {}
         code = written.get("exit_code", 0)
         return Outcome(
@@ -103,13 +106,15 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     if failure is not None and kind_of(failure) is FailureKind.OWN:
         return _failed(failure, any_code)
     interruption = _interruption(end, stop_signal)
-    if interruption is not None:
+    is_error = left_with_reason(end) if failure is None else not was_ended(failure)
+    if interruption is not None and not is_error:
         who = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
         reason = f"{interruption}; the ranks ended before they could save{who}, so the last complete checkpoint stands"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     if failure is not None:
-        return _failed(failure, any_code, said if kind_of(failure) is FailureKind.FOLLOWS else "")
+        stop = "" if interruption is None else f". It was to save and end: {interruption}"
+        return _failed(failure, any_code, said if kind_of(failure) is FailureKind.FOLLOWS else stop)
     refused = next((line for line in end.said if "Unable to create step" in line), None)
     if refused is not None:
         reason = (

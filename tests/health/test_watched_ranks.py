@@ -73,15 +73,15 @@ GOODBYE = 'agent.ask({"say": "hello.goodbye", "rank": 3})'
 
 
 @pytest.mark.parametrize(
-    ("then", "message"),
+    ("then", "message", "returncode"),
     [
-        (KILL, "ended without a word: killed by signal 9 (SIGKILL)"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended without a word: killed by signal 11 (SIGSEGV)"),
-        ("os._exit(7)", "ended without a word: ended with exit code 7"),
+        (KILL, "ended without a word: killed by signal 9 (SIGKILL)", -9),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended without a word: killed by signal 11 (SIGSEGV)", -11),
+        ("os._exit(7)", "ended without a word: ended with exit code 7", 7),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_put_on_record_with_how_it_ended(
-    tmp_path: Path, then: str, message: str
+    tmp_path: Path, then: str, message: str, returncode: int
 ) -> None:
     with running(tmp_path) as node:
         pid = node.start_rank(3, then)
@@ -89,6 +89,7 @@ def test_a_rank_that_ends_without_a_word_is_put_on_record_with_how_it_ended(
     record = read_failure(tmp_path)
     assert record is not None
     assert (record["rank"], record["exit_code"], record["kind"]) == (3, 1, "ended")
+    assert record["returncode"] == returncode
     assert str(record["message"]).startswith(message)
     assert any(line.startswith(f"rank 3, process {pid}, is gone without a word: ") for line in node.log)
 

@@ -31,8 +31,9 @@ def on_one_machine(run_dir: Path) -> None:
     table(run_dir, (0, "vm", 0, "-"), (1, "vm", 1, "-"), (2, "vm", 2, "-"))
 
 
-def recorded(run_dir: Path, kind: str, rank: int, message: str, exit_code: int = 1) -> None:
+def recorded(run_dir: Path, kind: str, rank: int, message: str, exit_code: int = 1, **more: Any) -> None:
     record = {"rank": rank, "host": "n1", "time": "now", "exit_code": exit_code, "message": message, "kind": kind}
+    record |= more
     (run_dir / "failure.json").write_text(json.dumps(record))
 
 
@@ -84,6 +85,60 @@ def test_of_two_that_were_killed_the_one_that_the_launcher_saw_first_is_named(tm
     assert decided(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (3,), signal=11))).reason.startswith("rank 3 on n2")
 
 
+CANCELLED = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-30T10:00:00 DUE to SIGNAL Killed ***"
+
+
+@pytest.mark.parametrize("kind", ["ended", "follows", None])
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (
+            RanksEnd(137, said=(CANCELLED, "x"), bad_end=BadEnd("srun", (0, 1, 2, 3), signal=9)),
+            "srun says that all 4 were killed at once by signal 9 (SIGKILL). The whole step was ended from outside, "
+            f"and no rank has failed (Slurm said: {CANCELLED})",
+        ),
+        (
+            RanksEnd(137, said=("x",), bad_end=BadEnd("srun", (0, 1, 2, 3), signal=9, is_out_of_memory=True)),
+            "srun says that all 4 were killed at once by signal 9 (SIGKILL), since memory was out. The whole step was "
+            "ended from outside, and no rank has failed (nobody said by whom; `sacct -j JOB -o jobid,state%40` may)",
+        ),
+        (
+            RanksEnd(-9),
+            "the launcher itself was ended by signal 9 (SIGKILL), and they with it. The whole step was ended from "
+            "outside, and no rank has failed (nobody said by whom)",
+        ),
+    ],
+)
+def test_of_a_step_that_was_ended_as_a_whole_no_rank_is_named_as_the_one_that_failed(
+    tmp_path: Path, kind: str | None, end: RanksEnd, told: str
+) -> None:
+    """scancel --signal=KILL, a limit on the memory of the whole step, a launcher that somebody killed."""
+    on_slurm(tmp_path)
+    if kind is not None:
+        recorded(tmp_path, kind, 1, KILLED, returncode=-9 if kind == "ended" else None)
+    outcome = decided(tmp_path, end)
+    seen = f". Seen first: rank 1 on n1: {KILLED}" if kind is not None else ""
+    assert (outcome.outcome, outcome.exit_code) == ("failed", 1)
+    assert outcome.reason == f"all ranks: {told}{seen}"
+    assert (on_record(tmp_path)["kind"], on_record(tmp_path)["rank"]) == ("outside", None)
+
+
+def test_the_death_that_made_somebody_end_the_whole_step_is_what_counts(tmp_path: Path) -> None:
+    on_slurm(tmp_path)
+    fault = "ended without a word: killed by signal 11 (SIGSEGV)"
+    recorded(tmp_path, "ended", 1, fault, returncode=-11)
+    assert decided(tmp_path, RanksEnd(-9)).reason == f"rank 1 on n1: {fault}"
+
+
+def test_ranks_that_were_killed_together_but_not_with_all_others_are_named_together(tmp_path: Path) -> None:
+    on_slurm(tmp_path)
+    recorded(tmp_path, "ended", 3, KILLED, returncode=-9)
+    outcome = decided(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (2, 3), signal=9)))
+    assert outcome.reason == (
+        f"rank 3 on n1: {KILLED}; srun says that it was killed by signal 9 (SIGKILL), with ranks 1, 3 at once"
+    )
+
+
 @pytest.mark.parametrize("bad_end", [None, BadEnd("srun", (2,), exit_code=1), BadEnd("srun", (2,), signal=15)])
 def test_where_nobody_saw_an_end_the_rank_that_lost_another_says_so(tmp_path: Path, bad_end: BadEnd | None) -> None:
     on_slurm(tmp_path)
@@ -119,12 +174,46 @@ def test_ranks_that_were_killed_in_an_interruption_are_no_failure(
     tmp_path: Path, kind: str, message: str, end: RanksEnd, asked: str
 ) -> None:
     """A warning that was too short: the node of one rank was cleared a moment before that of another."""
-    recorded(tmp_path, kind, 0, message)
+    recorded(tmp_path, kind, 0, message, returncode=-9 if kind == "ended" else None)
     outcome = decided(tmp_path, end, stop_signal=12)
     assert (outcome.outcome, outcome.exit_code) == ("interrupted", 10)
     assert outcome.reason.startswith(asked)
     assert f"(first rank 0 on n1: {message}), so the last complete checkpoint stands" in outcome.reason
     assert not (tmp_path / "failure.json").exists()
+
+
+@pytest.mark.parametrize("returncode", [-11, -6, 7])
+@pytest.mark.parametrize("end", [RanksEnd(137, asked="the driver got SIGTERM"), RanksEnd(140)])
+def test_a_rank_that_ends_of_itself_in_an_interruption_has_failed(
+    tmp_path: Path, returncode: int, end: RanksEnd
+) -> None:
+    recorded(tmp_path, "ended", 0, "ended without a word: as it is", returncode=returncode)
+    outcome = decided(tmp_path, end, stop_signal=12)
+    assert (outcome.outcome, outcome.exit_code) == ("failed", 1)
+    assert outcome.reason.startswith("rank 0 on n1: ended without a word: as it is. It was to save and end: ")
+    assert on_record(tmp_path)["returncode"] == returncode
+
+
+def test_a_fault_in_an_interruption_of_which_only_the_launcher_knows_is_a_failure(tmp_path: Path) -> None:
+    on_slurm(tmp_path)
+    end = RanksEnd(139, asked="the driver got SIGTERM", bad_end=BadEnd("srun", (2,), signal=11))
+    recorded(tmp_path, "ended", 1, "ended without a word")
+    assert (
+        "rank 1 on n1: ended without a word; srun says that it was killed by signal 11" in decided(tmp_path, end).reason
+    )
+    recorded(tmp_path, "follows", 0, LOST)
+    assert decided(tmp_path, end).reason.startswith("rank 1 on n2: ended without a word; srun says")
+
+
+def test_an_exit_code_of_the_table_in_an_interruption_is_a_failure_although_nobody_recorded_why(tmp_path: Path) -> None:
+    """The disk was full: neither the checkpoint nor the record could be written."""
+    outcome = decided(tmp_path, RanksEnd(5, asked="the driver got SIGTERM"))
+    assert (outcome.outcome, outcome.exit_code) == ("failed", 5)
+
+
+def test_a_rank_s_own_error_is_a_failure_although_a_wrapper_swallows_its_exit_code(tmp_path: Path) -> None:
+    recorded(tmp_path, "own", 3, "cut short", exit_code=4)
+    assert decided(tmp_path, RanksEnd(0)).exit_code == 4
 
 
 def test_ranks_that_the_launcher_killed_since_one_left_with_a_reason_are_no_failure(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import pytest
 from hpc_train.launch.launcher_words import BadEnd, LauncherWords
 
 
-def heard(lines: Sequence[str]) -> LauncherWords:
-    words = LauncherWords()
+def heard(lines: Sequence[str], seconds: Sequence[float] = ()) -> LauncherWords:
+    """After these lines, the bad ends among which came at these times."""
+    times = iter(seconds)
+    words = LauncherWords(lambda: next(times, 0.0))
     for line in lines:
         words.hear(f"{line}\n".encode())
     return words
@@ -47,6 +49,23 @@ def test_the_first_bad_end_is_known_by_task_and_by_how_it_came(lines: list[str],
     assert heard(lines).first_bad_end == bad_end
 
 
+@pytest.mark.parametrize(("last", "tasks"), [(1.5, (0, 1, 2, 3)), (5.0, (0, 1, 2))])
+def test_of_those_that_were_killed_all_are_told_that_were_so_at_once(last: float, tasks: tuple[int, ...]) -> None:
+    """Where srun itself ends the others it does so after KillWait."""
+    lines = ["srun: error: n1: tasks 0-1: Killed", "srun: error: n2: task 2: Killed", "srun: error: n2: task 3: Killed"]
+    assert heard(lines, [0.0, 0.1, last]).first_bad_end == BadEnd("srun", tasks, signal=9)
+    lines[1] = "srun: error: n2: task 2: Out Of Memory"
+    assert heard(lines, [0.0, 0.1, last]).first_bad_end == BadEnd("srun", tasks, signal=9, is_out_of_memory=True)
+
+
+@pytest.mark.parametrize(("later", "is_it"), [(0.5, True), (5.0, False)])
+def test_an_abort_is_passed_over_for_a_death_at_the_same_time(later: float, is_it: bool) -> None:
+    """Libraries abort ranks that have lost another one."""
+    lines = ["srun: error: n1: task 0: Aborted (core dumped)", "srun: error: n2: task 2: Killed"]
+    abort, death = BadEnd("srun", (0,), signal=6), BadEnd("srun", (2,), signal=9)
+    assert heard(lines, [0.0, later]).first_bad_end == (death if is_it else abort)
+
+
 def test_a_signal_that_asks_for_an_end_is_no_death() -> None:
     assert BadEnd("srun", (0,), signal=9).is_death
     assert not BadEnd("srun", (0,), signal=15).is_death
@@ -58,3 +77,8 @@ def test_that_slurm_ended_a_step_is_kept_however_many_lines_follow() -> None:
     killed = [f"srun: error: n{node}: tasks {node}-{node + 7}: Killed" for node in range(100)]
     assert heard([cancelled, *killed]).said == (cancelled, *killed[-5:])
     assert heard([cancelled, *killed[:3]]).said == (cancelled, *killed[:3])
+    over = "slurmstepd: error: StepId=7.0 exceeded memory limit (2097152 > 1048576), being killed"
+    assert heard([over, *killed]).said == (over, *killed[-5:])
+    assert heard([over, cancelled, *killed]).said == (cancelled, *killed[-5:])
+    of_srun = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-30T10:00:00 ***"
+    assert heard([of_srun, *killed]).said == tuple(killed[-5:])
