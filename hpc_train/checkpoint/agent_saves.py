@@ -103,6 +103,7 @@ class AgentSaves:
         self._pending: _Pending | None = None
         self._connection: AgentConnection | None = None
         self._gone: str | None = None
+        self._lost_step: int | None = None
         self._snapshot: Snapshot | None = None
         self._copies: LocalCopies | None = None
         self._together(self._connect)
@@ -165,6 +166,14 @@ class AgentSaves:
         return self._pending.step if self._pending is not None and self._pending.is_for_store else None
 
     @property
+    def lost_step(self) -> int | None:
+        """After AgentGone: the step whose save was given up, as far as the ranks know, and was not raised.
+
+        Not collective, and the same on every rank.
+        """
+        return self._lost_step
+
+    @property
     def is_writing(self) -> bool:
         """Whether a save is on its way, as far as this rank knows, and rank 0 knows best. Not collective."""
         return self._pending is not None and self._pending.is_for_store and self._pending.heard() is None
@@ -194,6 +203,8 @@ class AgentSaves:
         if _is_committed(last):
             self._tell(pending, last)
             return  # an agent that has ended since is noticed at the next save
+        if not pending.is_raised and any("gone" in answer for answer in [*answers, last]):
+            self._lost_step = pending.step
         _raise_where_gone([*answers, last])
         if not pending.is_raised:
             raise SaveFailed(pending.step, problem or str(_problem(last)))
@@ -332,11 +343,14 @@ class AgentSaves:
 
     def _see_end(self, pending: _Pending | None) -> None:
         """Wait until no agent that lives writes or commits any more: the ranks may use the same folder then."""
-        if pending is not None:
-            last = self._outcome(pending, commit=True)
-            if _is_committed(last) and pending.is_for_store and self._world.rank == 0:
-                self._tell(pending, last)
-        self._world.control.barrier()
+        last = {} if pending is None else self._outcome(pending, commit=True)
+        is_committed, *_ = self._world.control.all_gather(_is_committed(last))  # rank 0's agent commits
+        if pending is None or not pending.is_for_store:
+            return
+        if is_committed:
+            self._tell(pending, last)
+        elif not pending.is_raised:
+            self._lost_step = pending.step
 
     def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
         """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""

@@ -108,7 +108,6 @@ class Saver:
             return error.step != step and self.save(step, pieces, values, must_last=must_last)
         except AgentGone as problem:
             self._leave_agents(problem)
-            self._raise_what_was_told()
             return self.save(step, pieces, values, must_last=must_last)
 
     def is_copy_due(self, step: int) -> bool:
@@ -118,8 +117,10 @@ class Saver:
     def copy_locally(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
         """Copy a step to the nodes' own disks alone, unless a save before is not done: training does not wait for it.
 
+        Where an agent has taken the save before along, the ranks save this step to the store in its place.
+
         Returns:
-            Whether it is begun.
+            Whether the copy is begun.
 
         Raises:
             CheckpointError: the save before failed, unless checkpoint.on_error=continue.
@@ -131,8 +132,10 @@ class Saver:
         except SaveFailed as error:
             self._bear(error)
         except AgentGone as problem:
+            lost_step = self._agents.lost_step
             self._leave_agents(problem)
-            self._raise_what_was_told()
+            if lost_step is not None:
+                self.save(step, pieces, values, must_last=False)
         return False
 
     def look(self) -> None:
@@ -217,20 +220,27 @@ class Saver:
             warn(f"{error} (checkpoint.on_error={self._config.on_error})")
 
     def _leave_agents(self, problem: HpcTrainError) -> None:
-        """Save by the ranks from here on, unless checkpoint.writer=agent."""
+        """Save by the ranks from here on, unless checkpoint.writer=agent.
+
+        Raises:
+            CheckpointError: on every rank: with checkpoint.writer=agent; or a failure that stops the run was told of.
+        """
+        lost_step = self._agents.lost_step if self._agents is not None else None
+        lost = "" if lost_step is None else f"; step {lost_step}, which was being written, may be lost"
         self.close()
         self._agents = None
         if self._config.writer == "agent":
             error = CheckpointError(
-                f"checkpoint.writer=agent, but {problem}. The agents' logs, logs/agent-*.log in the run folder, may "
-                "say why; start the run again, or set checkpoint.writer=auto, with which the ranks write then."
+                f"checkpoint.writer=agent, but {problem}{lost}. The agents' logs, logs/agent-*.log in the run folder, "
+                "may say why; start the run again, or set checkpoint.writer=auto, with which the ranks write then."
             )
             error.reporter = 0
             raise error from problem
         if self._world.rank == 0:
             warn(
-                f"{problem}: from here on the ranks write checkpoints by themselves, and training waits for them "
-                "(checkpoint.writer=auto)"
+                f"{problem}{lost}: from here on the ranks write checkpoints by themselves, and training waits for "
+                "them (checkpoint.writer=auto)"
             )
             if self._copies is not None:
                 warn("there are no more copies on the nodes' own disks (checkpoint.local)")
+        self._raise_what_was_told()

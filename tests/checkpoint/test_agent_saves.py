@@ -169,23 +169,55 @@ def test_ranks_write_only_when_the_agent_that_commits_has_ended_with_it(tmp_path
     assert _steps(tmp_path / "root") == [2, 1]
 
 
+def hanging_store(monkeypatch: Patch, writes: str, release: threading.Event) -> None:
+    """A node's writer that does not come to its end while a test runs, and fails then."""
+
+    def hangs(*args: Any) -> None:
+        release.wait()
+        raise StoreError("too late")
+
+    monkeypatch.setattr(node_save, writes, hangs)
+
+
+def save_that_is_lost(rank: ThreadRank, root: Path, key: str, **config: Any) -> Saver:
+    """Step 1 is copied, and the agent of n2 ends while it writes it."""
+    saver = rank.saver(root, key, finish_s=0.1, **config)
+    rank.save(saver, 1)
+    if rank.rank == 1:
+        end_agent(key, "n2")
+    rank.world.control.barrier()
+    return saver
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_save_that_an_agent_took_along_is_made_good_by_a_step_that_only_had_to_be_copied_locally(
+    tmp_path: Path, monkeypatch: Patch, release: threading.Event, said: list[str], is_told: bool
+) -> None:
+    """checkpoint.local: the next save to the store may be far away. A save that failed before was told of already."""
+    hanging_store(monkeypatch, "write_node", release)
+
+    def train(rank: ThreadRank) -> None:
+        saver = save_that_is_lost(rank, tmp_path / "root", key, on_error="continue")
+        assert saver._agents is not None and saver._agents._pending is not None
+        saver._agents._pending.is_raised = is_told
+        saver.copy_locally(2, rank.state, {"num_updates": 2})
+
+    with agents(2) as key:
+        run_threads(train, 2)
+    told = [line for line in said if "step 1, which was being written, may be lost: from here on the ranks" in line]
+    assert (len(told), _steps(tmp_path / "root")) == ((0, []) if is_told else (1, [2]))
+
+
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_what_an_agent_takes_along_at_the_end_is_not_passed_over(
     tmp_path: Path, monkeypatch: Patch, release: threading.Event, said: list[str], on_error: str
 ) -> None:
     """checkpoint.at_end=false: the state has changed since it was copied, and nobody else has that copy."""
 
-    def hangs(*args: Any) -> None:
-        release.wait()
-        raise StoreError("too late")
-
-    monkeypatch.setattr(node_save, "write_node", hangs)
+    hanging_store(monkeypatch, "write_node", release)
 
     def train(rank: ThreadRank) -> str:
-        saver = rank.saver(tmp_path / "root", key, on_error=on_error, finish_s=0.1)
-        rank.save(saver, 1)
-        if rank.rank == 1:
-            end_agent(key, "n2")
+        saver = save_that_is_lost(rank, tmp_path / "root", key, on_error=on_error)
         try:
             saver.finish()
         except CheckpointError as error:
@@ -257,12 +289,8 @@ def test_an_agent_that_is_stopped_does_not_hold_up_training(
     def answer(service: CheckpointService, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
         return None if message["say"] == f"checkpoint.{verb}" else real(service, peer, message, descriptors)
 
-    def stopped(*args: Any) -> None:
-        release.wait()
-        raise StoreError("too late")
-
     monkeypatch.setattr(CheckpointService, "answer", answer)
-    monkeypatch.setattr(node_save, "write_first_node", stopped)
+    hanging_store(monkeypatch, "write_first_node", release)
     monkeypatch.setattr(agent_saves, "_ANSWER_S", 0.2)
 
     def train(rank: ThreadRank) -> bool:
