@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from hpc_train.comm.control import SingleControl
-from hpc_train.config import CheckpointConfig, OptimizerConfig
 from hpc_train.train import loop
-from hpc_train.train.loop import Run, Stopped
-from hpc_train.train.step import StepResult
+from hpc_train.train.loop import Stopped
 from hpc_train.train.stop import StopMark, describe_reasons
+from tests.train.fake_runs import FakeTrainer, fake_run
 
 
 @pytest.fixture(autouse=True)
@@ -140,58 +134,14 @@ def test_reasons_of_all_ranks_in_one_line() -> None:
     assert describe_reasons(["the time limit", None, "SIGUSR2", None]) == "SIGUSR2 on 1 of 4 ranks and the time limit"
 
 
-class FakeTrainer:
-    """A step that takes some time, in which the signal may come anywhere."""
-
-    def __init__(self) -> None:
-        self.inside = False
-
-    def step(self, number: int, micro_batches: Any, lr: float, stop_wanted: Any, next_plan: None) -> StepResult:
-        self.inside = True
-        deadline = time.perf_counter() + 0.0005
-        while time.perf_counter() < deadline:
-            pass
-        wanted = stop_wanted()
-        self.inside = False
-        return StepResult(1.0, 1.0, 8, 8, False, wanted)
-
-
-def _fake_run(folder: Path, steps: int, saved: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> Run:
-    config = SimpleNamespace(
-        train=SimpleNamespace(steps=steps, eval_every=0, max_skipped_steps=3, gc_every=1000),
-        data=SimpleNamespace(seq_len=8),
-        parallel=SimpleNamespace(hdp=None),
-        checkpoint=CheckpointConfig(),
-        optimizer=OptimizerConfig(lr=1.0),
-        model=None,
-    )
-    trainer = FakeTrainer()
-
-    def save(run: Run, *, must_last: bool) -> bool:
-        assert must_last
-        time.sleep(0.0003)
-        saved.append((run.step, trainer.inside))
-        return True
-
-    monkeypatch.setattr(loop, "save", save)
-    monkeypatch.setattr(loop, "state_pieces", lambda trainer, counted: [])
-    monkeypatch.setattr(
-        loop, "_collection_at_fixed_steps", contextlib.nullcontext
-    )  # 0.3 s a run, which nobody asks for
-    monkeypatch.setattr(loop, "_record", lambda run, result, lr, seconds: {})
-    world = SimpleNamespace(control=SingleControl(), rank=0)
-    feed = SimpleNamespace(micro_batches=lambda step: ())
-    return Run(config, world, folder, trainer, feed, None, 1.0)  # type: ignore[arg-type]
-
-
 def test_signals_at_random_moments_give_one_complete_save_each_at_a_step_border(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FC-29: 200 runs; the signal comes in a step, in a save, or between them."""
     moments = random.Random(5)
     for number in range(200):
-        saved: list[tuple[int, bool]] = []
-        run = _fake_run(tmp_path, 10_000, saved, monkeypatch)
+        fake = fake_run(tmp_path, monkeypatch, steps=10_000, trainer=FakeTrainer(step_s=0.0005), save_s=0.0003)
+        run = fake.run
         run.stop = StopMark((signal.SIGUSR2,))
         run.stop.install()
         timer = threading.Timer(moments.uniform(0.0, 0.01), os.kill, (os.getpid(), signal.SIGUSR2))
@@ -199,22 +149,21 @@ def test_signals_at_random_moments_give_one_complete_save_each_at_a_step_border(
         stopped = loop.train(run)
         timer.join()
         assert stopped == Stopped(run.step, "SIGUSR2 on 1 of 1 ranks", True), number
-        assert saved == [(run.step, False)], number
+        assert fake.saved == [(run.step, True)], number
 
 
 def test_a_stop_wish_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[tuple[int, bool]] = []
-    run = _fake_run(tmp_path, 1, saved, monkeypatch)
-    run.stop = StopMark(end_time=0.0)
-    assert loop.train(run) is None
-    assert saved == [(1, False)]
+    fake = fake_run(tmp_path, monkeypatch, steps=1)
+    fake.run.stop = StopMark(end_time=0.0)
+    assert loop.train(fake.run) is None
+    assert fake.saved == [(1, True)]
 
 
 def test_a_replaced_handler_is_warned_of_at_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """FC-32"""
-    run = _fake_run(tmp_path, 2, [], monkeypatch)
+    run = fake_run(tmp_path, monkeypatch, steps=2).run
     run.stop = StopMark((signal.SIGUSR2,))
     run.stop.install()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
