@@ -5,10 +5,8 @@ After each kill the newest checkpoint is loaded and compared, and it is no older
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +18,7 @@ from pathlib import Path
 from hpc_train.checkpoint.folder import steps_newest_first
 from hpc_train.checkpoint.location import locate
 from tests.checkpoint import plain_state
-from tests.checkpoint.kills import _wait_for_moment
+from tests.checkpoint.kills import end, wait_for_moment
 from tests.checkpoint.plain_state import Alone
 from tests.node_agents import AgentProcess, agent_process
 from tests.processes import die_with_parent
@@ -74,7 +72,7 @@ def _one_round(
             with _server_environment():
                 members[-1].start()
         try:
-            _wait_for_moment(marks[0], chance)
+            wait_for_moment(marks[0], chance)
             pids = [member.pid or 0 for member in members]
             _kill(kind, chance, agent, pids)
             before = next((step for step, _ in steps_newest_first(locate(place))), 0)
@@ -82,10 +80,10 @@ def _one_round(
                 # The ranks notice it at their next save, and go on by themselves.
                 _wait_for_more(marks[0])
             for pid in pids:
-                _end(pid)
+                end(pid)
         finally:
             for member in members:
-                _end(member.pid or 0)
+                end(member.pid or 0)
                 member.join()
         if kind == "rank":
             agent.end()
@@ -95,19 +93,13 @@ def _one_round(
 
 def _kill(kind: str, chance: random.Random, agent: AgentProcess, pids: list[int]) -> None:
     if kind == "rank":
-        _end(chance.choice(pids))
+        end(chance.choice(pids))
         time.sleep(0.05 * chance.random())
     elif kind == "agent":
         agent.process.kill()
     else:
         for pid in chance.sample([*pids, agent.process.pid], len(pids) + 1):
-            _end(pid)
-
-
-def _end(pid: int) -> None:
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            end(pid)
 
 
 def _wait_for_more(marks: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,9 +33,9 @@ def kill_in_saves(place: str, times: int, *, seed: int, num_elements: int, world
             members.append(_context.Process(target=_save_until_killed, args=arguments))
             with _server_environment():
                 members[-1].start()
-        _wait_for_moment(Path(folder) / "marks", chance)
+        wait_for_moment(Path(folder) / "marks", chance)
         for member in chance.sample(members, len(members)):
-            os.kill(member.pid or 0, signal.SIGKILL)
+            end(member.pid or 0)
             time.sleep(0.05 * chance.random())
         for member in members:
             member.join()
@@ -48,7 +49,14 @@ def kill_in_saves(place: str, times: int, *, seed: int, num_elements: int, world
     return found[1:]
 
 
-def _wait_for_moment(marks: Path, chance: random.Random) -> None:
+def end(pid: int) -> None:
+    """Kill it; one that has lost another rank may have ended by itself."""
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_moment(marks: Path, chance: random.Random) -> None:
     """Until a random part of a save that follows on a random number of saves: by the ranks' marks, not by a clock."""
     wanted, last_mark = 1 + chance.randrange(3), time.monotonic()
     deadline, seen, took_s = last_mark + 60, 0, 0.5

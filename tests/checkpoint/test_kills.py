@@ -8,10 +8,12 @@ import pytest
 
 from tests.checkpoint import plain_state
 from tests.checkpoint.agent_kills import kill_around_agents
+from tests.checkpoint.bad_disks import KINDS, small_disk, trouble
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.plain_state import Alone
 
 ELEMENTS = 2 << 20
+"""8 MiB of state."""
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,17 @@ def test_what_was_copied_for_the_agent_is_committed_whoever_dies(tmp_path: Path,
     plain_state.save(Alone(), tmp_path, found.steps[-1] + 1, ELEMENTS, keep=2)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left[0] == "latest" and len(left) <= 3
+
+
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(2, id="short"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
+def test_a_disk_that_fills_up_or_turns_read_only_at_any_moment_costs_a_save_alone(tmp_path: Path, times: int) -> None:
+    """FC-64: on a real file system, with room for three checkpoints of 8 MiB and a little."""
+    with small_disk(tmp_path / "disk", 36 << 20) as disk:
+        found = trouble(disk, times, seed=times, num_elements=ELEMENTS)
+        print(f"{dict(found.kinds)} times, {dict(found.failed)} saves failed, {len(found.steps) - 1} went well")
+        assert set(found.kinds) == set(KINDS) and (times < 10 or set(found.failed) == set(KINDS))
+        assert plain_state.load(Alone(), disk / "checkpoints", ELEMENTS) == found.steps[-1]
+        assert len(list((disk / "checkpoints").iterdir())) <= 4

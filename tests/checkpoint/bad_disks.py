@@ -1,0 +1,132 @@
+"""A disk that fills up, or is mounted read-only, at random moments of saves, and is well again a little later."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import CheckpointError
+from tests.checkpoint import plain_state
+from tests.checkpoint.plain_state import Alone
+
+KINDS = {"full": "no space is left", "read-only": "the file system is mounted read-only"}
+"""With the words that a save then fails with."""
+
+
+@dataclass
+class Found:
+    """kinds: what was done. failed: saves that failed, by the kind that their words name. steps: saved well."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    steps: list[int] = field(default_factory=lambda: [0])
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A file system of that size; skips where this user may mount none."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", folder], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
+    """Save one step after another, and spoil the disk `times` times; load what is there during and after each time.
+
+    A load that finds other numbers than that step's, or less than was saved before, is an AssertionError, and so is a
+    save that fails in other words.
+    """
+    chance, found = random.Random(seed), Found()
+    place, is_over = disk / "checkpoints", threading.Event()
+    saving = threading.Lock()  # a save that goes well may remove what is being loaded
+    strange: list[str] = []
+
+    def save_all() -> None:
+        step = 0
+        while not is_over.wait(0.001):
+            step += 1
+            try:
+                with saving:
+                    plain_state.save(Alone(), place, step, num_elements, keep=2)
+                found.steps.append(step)
+            except CheckpointError as problem:
+                kind = next((kind for kind, words in KINDS.items() if words in str(problem)), None)
+                found.failed[str(kind)] += 1
+                strange.extend([str(problem)] * (kind is None))
+
+    saver = threading.Thread(target=save_all)
+    saver.start()
+    try:
+        _wait_for_a_save(found)
+        begin, count = time.monotonic(), len(found.steps)
+        time.sleep(0.5)
+        save_s = (time.monotonic() - begin) / max(len(found.steps) - count, 1)
+        for number in range(times):
+            time.sleep(2 * save_s * chance.random())
+            kind = list(KINDS)[number % 2]
+            spoiled = _full(disk, chance) if kind == "full" else _read_only(disk)
+            with spoiled:
+                newest = found.steps[-1]
+                time.sleep(2 * save_s * chance.random())
+                with saving:
+                    assert (plain_state.load(Alone(), place, num_elements) or 0) >= newest
+            found.kinds[kind] += 1
+            _wait_for_a_save(found)
+            with saving:
+                newest = found.steps[-1]
+                assert (plain_state.load(Alone(), place, num_elements) or 0) >= newest
+    finally:
+        is_over.set()
+        saver.join(60)
+    assert not saver.is_alive() and strange == []
+    return found
+
+
+def _wait_for_a_save(found: Found) -> None:
+    """That went well, from now on: the disk is well again."""
+    count, deadline = len(found.steps), time.monotonic() + 60
+    while len(found.steps) == count:
+        assert time.monotonic() < deadline, "no save goes well any more"
+        time.sleep(0.005)
+
+
+@contextmanager
+def _full(disk: Path, chance: random.Random) -> Iterator[None]:
+    """With less than one more checkpoint's room."""
+    ballast = disk / "ballast"
+    with open(ballast, "wb") as file:
+        free = shutil.disk_usage(disk).free - chance.randrange(1 << 20)
+        if free > 0:
+            with suppress(OSError):  # a save was quicker, and the disk is full
+                os.posix_fallocate(file.fileno(), 0, free)
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@contextmanager
+def _read_only(disk: Path) -> Iterator[None]:
+    # Refused while a file is open for writing: asked until it falls between two files of a save.
+    while subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True).returncode:
+        time.sleep(0.001)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
