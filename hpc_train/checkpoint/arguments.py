@@ -11,6 +11,7 @@ examples:
   hpc-train ckpt verify runs/llama/123                      every stored byte of the newest checkpoint
   hpc-train ckpt convert Llama-2-7b-hf init/llama-7b        from Hugging Face; begin with checkpoint.init_from
   hpc-train ckpt convert runs/llama/123 out/llama --dtype bf16
+  hpc-train ckpt convert Llama-2-7b-hf hdfs://nn1:8020/user/me/init/llama-7b
   hpc-train ckpt prune runs/llama/123 --keep 3              all but the newest three
 """
 
@@ -75,9 +76,14 @@ def _add_convert(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", metavar="SRC", help="Hugging Face folder, checkpoint or its URL, or run folder (its newest one)"
+        "source", metavar="SRC", help="Hugging Face folder, checkpoint, or run folder (its newest one); or a URL"
     )
-    parser.add_argument("target", metavar="DST", help="folder to make; it must not exist")
+    parser.add_argument("target", metavar="DST", help="folder or URL to make; it must not exist")
+    parser.add_argument(
+        "--to",
+        choices=["hf", "dcp"],
+        help="of a checkpoint: a Hugging Face folder (default), or its weights in one file of torch's layout",
+    )
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights (default: as stored)")
     parser.add_argument(
         "--max-shard-size",

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpc_train.checkpoint.boxes import BoxFiles
 from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.manifest import StoredBox
 from hpc_train.checkpoint.store import is_outage
+from hpc_train.checkpoint.stored_boxes import StoredBox
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import Chunk
 

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode
@@ -47,6 +46,7 @@ def verify_command(args: Namespace) -> int:
     from hpc_train.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
     from hpc_train.checkpoint.folder import steps_newest_first
     from hpc_train.checkpoint.location import locate
+    from hpc_train.checkpoint.progress import Progress
     from hpc_train.checkpoint.verify import verify
 
     path = locate(args.path)
@@ -57,7 +57,8 @@ def verify_command(args: Namespace) -> int:
     damaged = 0
     for checkpoint in chosen:
         try:
-            problems = list(verify(checkpoint))
+            with Progress(f"reading {checkpoint.name}") as progress:
+                problems = list(verify(checkpoint, progress))
         except CheckpointError as error:
             problems = [str(error)]
         damaged += bool(problems)
@@ -69,17 +70,21 @@ def verify_command(args: Namespace) -> int:
 
 def convert_command(args: Namespace) -> int:
     from hpc_train.checkpoint.convert_hf import convert
+    from hpc_train.checkpoint.progress import Progress
 
     start = time.monotonic()
-    done = convert(
-        args.source,
-        args.target,
-        dtype=args.dtype,
-        max_shard_bytes=parse_size(args.max_shard_size) if args.max_shard_size else None,
-        config=args.config,
-        tokenizer=Path(args.tokenizer) if args.tokenizer else None,
-        ignore=args.ignore,
-    )
+    with Progress(f"writing {args.target}") as progress:
+        done = convert(
+            args.source,
+            args.target,
+            dtype=args.dtype,
+            max_shard_bytes=parse_size(args.max_shard_size) if args.max_shard_size else None,
+            config=args.config,
+            tokenizer=args.tokenizer,
+            ignore=args.ignore,
+            to=args.to,
+            progress=progress,
+        )
     seconds = time.monotonic() - start
     if args.json:
         tree = {
@@ -104,10 +109,12 @@ def convert_command(args: Namespace) -> int:
 
 def prune_command(args: Namespace) -> int:
     from hpc_train.checkpoint.find import checkpoints_folder
+    from hpc_train.checkpoint.progress import Progress
     from hpc_train.checkpoint.pruning import carry_out, plan_pruning
 
     root = _existing(checkpoints_folder(args.run))
-    pruning = plan_pruning(root, args.keep, args.every)
+    with Progress("reading the newest one") as progress:
+        pruning = plan_pruning(root, args.keep, args.every, progress)
     if not args.dry_run:
         carry_out(pruning)
     if args.json:

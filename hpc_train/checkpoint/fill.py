@@ -58,7 +58,7 @@ def _joined_damage(loading: Loading, runs: Sequence[Sequence[int]]) -> str | Non
         assert start == end, "the parts of a box are read once each"
         ends[row] = (end + num_bytes, joined(crc, crc32, num_bytes))
     for row, (end, crc32) in sorted(ends.items()):
-        stored = loading.boxes[row]
+        stored = loading.stored(row)
         if end != stored.num_bytes or crc32 != stored.crc32:
             return damage(loading.folder_of.get(stored.file, loading.path), stored)
     return None
@@ -73,7 +73,7 @@ class _Carrier:
         self._deliveries = plan.deliveries(world.rank)
         chunks = plan.read_by(world.rank)
         rows = [int(plan.box_of_part[chunk.part]) for chunk in chunks]
-        stored = [(row, loading.boxes[row], int(plan.item_bytes[row])) for row in rows]
+        stored = [(row, loading.stored(row), int(plan.item_bytes[row])) for row in rows]
         self._places = {(chunk.part, chunk.number): place for place, chunk in enumerate(chunks)}
         self._at_hand: tuple[int, torch.Tensor | None] = (-1, None)
         self.legs = [self._leg(delivery, world.rank) for delivery in self._deliveries]

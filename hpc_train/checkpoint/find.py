@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -87,13 +86,13 @@ def read_model(place: Place, config: str | None = None) -> ModelSpec:
     )
 
 
-def write_model_file(path: Path, spec: ModelSpec, origin: str) -> None:
+def write_model_file(place: Place, spec: ModelSpec, origin: str) -> None:
     note = (
         "the size of the table of positions" if spec.model.family == "gpt" else "the longest sequence it was made for"
     )
     tree = {"model": spec.model.model_dump(mode="json", exclude_none=True), "data": {"seq_len": spec.max_seq_len}}
     text = f"# Of {origin}; data.seq_len is {note}.\n{yaml.safe_dump(tree, sort_keys=False)}"
-    path.write_text(text, encoding="utf-8")
+    locate(place).write_text(text)
 
 
 def _of_config(config: Config) -> ModelSpec:

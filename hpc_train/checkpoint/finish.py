@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpc_train.checkpoint.archive import element_bytes
 from hpc_train.checkpoint.coverage import coverage_fault
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from hpc_train.checkpoint.placed import WrittenBox
 from hpc_train.checkpoint.store import Buffer
+from hpc_train.checkpoint.stored_boxes import StoredBoxes
 from hpc_train.checkpoint.write import write_new_file
 from hpc_train.errors import CheckpointError
 
@@ -68,7 +70,8 @@ def tensors_of(written: Sequence[WrittenBox]) -> dict[str, StoredTensor]:
         first, stored = of_tensor[0].placed, tuple(box.stored for box in of_tensor)
         if fault := coverage_fault(first.shape, [box.box for box in stored]):
             raise CheckpointError(f"{name}: {fault}")
-        tensors[name] = StoredTensor(first.dtype, first.shape, stored)
+        columns = StoredBoxes.of(stored, len(first.shape), element_bytes(first.dtype))
+        tensors[name] = StoredTensor(first.dtype, first.shape, columns)
     return tensors
 
 

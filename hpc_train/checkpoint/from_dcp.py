@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from hpc_train.checkpoint.find import MODEL_FILE, write_model_file
 from hpc_train.checkpoint.foreign_dcp import ForeignBox, read_box, read_index
-from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype, renamed_when_done
+from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype, renamed_when_done, require_room
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, differences, few, model_tensors
+from hpc_train.checkpoint.progress import Advance
 from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
-from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say
 
 
-def import_dcp(source: Location, target: Path, dtype: str | None, spec: ModelSpec) -> Converted:
+def import_dcp(source: Location, target: Location, dtype: str | None, spec: ModelSpec, progress: Advance) -> Converted:
     """A checkpoint of step 0, weights alone, from what `dcp.save({"model": ...})` wrote.
 
     The names below `model` must be those of ours. What else is there is named and left out.
@@ -32,10 +31,10 @@ def import_dcp(source: Location, target: Path, dtype: str | None, spec: ModelSpe
     odd = NotFinite()
     pieces = [_piece(source, box, dtype, odd) for box in weights]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    require_free_bytes(target, num_bytes, "the checkpoint", CheckpointError)
+    require_room(target, num_bytes, "the checkpoint")
     origin = f"torch checkpoint {source.name}"
     with renamed_when_done(target) as temporary:
-        write_alone(temporary, 0, pieces, {"origin": origin})
+        write_alone(temporary, 0, pieces, {"origin": origin}, progress)
         write_model_file(temporary / MODEL_FILE, spec, origin)
     odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)

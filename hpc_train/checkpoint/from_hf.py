@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -23,20 +22,23 @@ from hpc_train.checkpoint.hf_folder import (
     carry,
     read_json,
     renamed_when_done,
+    require_room,
 )
 from hpc_train.checkpoint.hf_names import HEAD, Place, hf_tensors, is_constant, known_prefix, places
-from hpc_train.checkpoint.local_store import flush_folder
+from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, differences, model_tensors
+from hpc_train.checkpoint.progress import Advance
 from hpc_train.checkpoint.rows import BLOCK_BYTES, row_blocks
 from hpc_train.checkpoint.safetensors_files import RawTensor
 from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
-from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
 
-def import_hf(source: Path, target: Path, dtype: str | None, ignore: Collection[str]) -> Converted:
+def import_hf(
+    source: Location, target: Location, dtype: str | None, ignore: Collection[str], progress: Advance
+) -> Converted:
     """A checkpoint of step 0, weights alone, from a Hugging Face folder."""
     spec = read_hf_config(read_json(source / HF_CONFIG), str(source / HF_CONFIG), ignore)
     stored = _agreed_tensors(source, spec)
@@ -49,20 +51,20 @@ def import_hf(source: Path, target: Path, dtype: str | None, ignore: Collection[
         for piece in _pieces(name, shapes[name], place, stored[place.hf.name], dtypes[name], odd)
     ]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    require_free_bytes(target, num_bytes, "the checkpoint", CheckpointError)
-    origin = f"Hugging Face folder {source.resolve().name}"
+    require_room(target, num_bytes, "the checkpoint")
+    origin = f"Hugging Face folder {source.local.resolve().name if source.local is not None else source.name}"
     with renamed_when_done(target) as temporary:
-        write_alone(temporary, 0, pieces, {"origin": origin})
+        write_alone(temporary, 0, pieces, {"origin": origin}, progress)
         write_model_file(temporary / MODEL_FILE, spec, origin)
-        (temporary / HF_FOLDER).mkdir()
+        (temporary / HF_FOLDER).make_folder()
         carried = carry(source, temporary / HF_FOLDER, (HF_CONFIG, *CARRIED, files.INDEX_FILE))
-        flush_folder(temporary / HF_FOLDER)
+        (temporary / HF_FOLDER).flush()
     odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)
     return Converted(target, "from Hugging Face", spec, count, num_bytes, tuple(sorted({*dtypes.values()})), carried)
 
 
-def _agreed_tensors(source: Path, spec: ModelSpec) -> dict[str, RawTensor]:
+def _agreed_tensors(source: Location, spec: ModelSpec) -> dict[str, RawTensor]:
     """The stored tensors by Hugging Face's full names, once they are those of the model."""
     present = files.read_folder(source)
     prefix = known_prefix(present, spec.model.family)
@@ -88,7 +90,7 @@ def wanted_embedding(spec: ModelSpec) -> str:
     return places(spec)["embedding.weight"].hf.name
 
 
-def _require_tied(source: Path, head: RawTensor, embedding: RawTensor | None) -> None:
+def _require_tied(source: Location, head: RawTensor, embedding: RawTensor | None) -> None:
     """A tied model's file may hold the head as well, if it is the embedding."""
     if embedding is not None and head.dtype != embedding.dtype:
         raise CheckpointError(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.local_store import flush_folder
+from hpc_train.checkpoint.location import Location, copy_file
 from hpc_train.checkpoint.model_tensors import ModelSpec
+from hpc_train.checkpoint.safetensors_files import BYTE_ORDER_MARK
+from hpc_train.checkpoint.store import StoreError
+from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import CheckpointError
 from hpc_train.log import warn
 
@@ -31,7 +31,7 @@ CARRIED = (
 class Converted:
     """What was written. dtypes: the types of its tensors, by torch's names."""
 
-    target: Path
+    target: Location
     direction: str
     spec: ModelSpec
     num_parameters: int
@@ -76,33 +76,44 @@ class NotFinite:
             warn(f"{first} has values that are NaN or infinite{more}; they are converted as they are")
 
 
-def carry(source: Path, target: Path, names: Collection[str]) -> tuple[str, ...]:
-    found = tuple(name for name in names if (source / name).is_file())
+def require_room(target: Location, num_bytes: int, what: str) -> None:
+    """Refuse what does not fit, where the store says what does."""
+    if target.local is not None:
+        require_free_bytes(target.local, num_bytes, what, CheckpointError)
+
+
+def carry(source: Location, target: Location, names: Collection[str]) -> tuple[str, ...]:
+    """Copy those of these files that are there; their names."""
+    try:
+        there = {entry.name for entry in source.entries() if not entry.is_folder}
+    except FileNotFoundError:
+        return ()
+    found = tuple(name for name in names if name in there)
     for name in found:
-        shutil.copyfile(source / name, target / name)
+        copy_file(source / name, target / name)
     return found
 
 
 @contextmanager
-def renamed_when_done(target: Path) -> Iterator[Path]:
+def renamed_when_done(target: Location) -> Iterator[Location]:
     """A folder to write into, which gets its name when the block ends well and is removed when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex}"
-    temporary.mkdir()
+    temporary.make_folder()
     try:
         yield temporary
-        flush_folder(temporary)
-        os.rename(temporary, target)
+        temporary.flush()
+        temporary.rename(target)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    flush_folder(target.parent)
+        with suppress(StoreError):
+            temporary.remove()
+    target.parent.flush()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8-sig"))
+        tree = json.loads(path.read_text().removeprefix(BYTE_ORDER_MARK))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(tree, dict):

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from hpc_train.checkpoint.store import Backend, Entry, Patience, Reader, Store, Writer
 from hpc_train.errors import ConfigError
 
+_BLOCK_BYTES = 8 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/[^/]*)?(.*)", re.DOTALL)
 
 
@@ -44,7 +44,7 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        return Location(self.store, posixpath.dirname(self.path))
+        return Location(self.store, posixpath.dirname(self.path) or ".")
 
     @property
     def local(self) -> Path | None:
@@ -123,27 +123,13 @@ def locate(place: Place, patience: Patience | None = None) -> Location:
     return Location(_store(scheme, authority, patience), path.rstrip("/"))
 
 
-@contextmanager
-def local_copy(folder: Location) -> Iterator[Path]:
-    """A folder of small files as a local one: itself, or a copy of its files that is gone afterwards."""
-    if folder.local is not None:
-        yield folder.local
-        return
-    with TemporaryDirectory(prefix="hpc_train-copy-") as temporary:
-        if folder.is_folder():
-            for entry in folder.entries():
-                if not entry.is_folder:
-                    copy_out(folder / entry.name, Path(temporary) / entry.name)
-        yield Path(temporary)
-
-
-def copy_out(source: Location, target: Path) -> None:
-    """Copy a file of a store to a new local one, a block in memory at a time."""
-    block = memoryview(bytearray(8 << 20))
-    with source.reading() as reader, open(target, "xb") as file:
+def copy_file(source: Location, target: Location) -> None:
+    """Copy a file to a new one, of any store, a block in memory at a time; it is durable then."""
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with source.reading() as reader, target.writing() as writer:
         start = 0
         while count := reader.read_into(start, block):
-            file.write(block[:count])
+            writer.write(block[:count])
             start += count
 
 

@@ -11,24 +11,16 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.checkpoint.archive import element_bytes
 from hpc_train.checkpoint.location import Location, Place, locate
+from hpc_train.checkpoint.stored_boxes import StoredBox, StoredBoxes
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: an object for each box, and files as an object. 2: the boxes of a tensor in columns, files in a list."""
 _CHECKSUM_KEY = ', "checksum": '
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    """A box of a tensor in a file: its raw little-endian bytes at `start`, row-major, and their CRC-32."""
-
-    box: Box
-    file: str
-    start: int
-    num_bytes: int
-    crc32: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: StoredBoxes
 
 
 @dataclass(frozen=True)
@@ -51,24 +43,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """One JSON object; its last key is the checksum of all the text before."""
-        # By hand: for the 700,000 boxes of a run on 12,288 GPUs asdict takes two and a half times as long (measured).
-        tensors = {name: _plain(tensor) for name, tensor in self.tensors.items()}
-        tree = {"step": self.step, "values": self.values, "tensors": tensors, "files": self.files}
-        return with_checksum(json.dumps({"format_version": FORMAT_VERSION, **tree}))
-
-
-def _plain(tensor: StoredTensor) -> dict[str, Any]:
-    boxes = [
-        {
-            "box": {"offsets": stored.box.offsets, "sizes": stored.box.sizes},
-            "file": stored.file,
-            "start": stored.start,
-            "num_bytes": stored.num_bytes,
-            "crc32": stored.crc32,
+        place_of_file = {name: place for place, name in enumerate(self.files)}
+        tensors = {
+            name: {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": tensor.boxes.to_plain(place_of_file)}
+            for name, tensor in self.tensors.items()
         }
-        for stored in tensor.boxes
-    ]
-    return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
+        tree = {"step": self.step, "values": self.values, "files": list(self.files.items()), "tensors": tensors}
+        return with_checksum(json.dumps({"format_version": FORMAT_VERSION, **tree}, separators=(",", ":")))
 
 
 class NewerFormatError(CheckpointError):
@@ -113,8 +94,8 @@ def parse_manifest(text: str, folder: Location) -> Manifest:
             raise NewerFormatError(
                 f"{path} has format version {version}, this hpc_train reads {FORMAT_VERSION}; use a newer hpc_train"
             )
-        return _parse(tree)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _parse_version_1(tree) if version == 1 else _parse(tree)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -137,10 +118,22 @@ def checked_text(text: str, where: str) -> str:
 
 
 def _parse(tree: dict[str, Any]) -> Manifest:
-    tensors = {
-        name: StoredTensor(tensor["dtype"], tuple(tensor["shape"]), tuple(_parse_box(box) for box in tensor["boxes"]))
-        for name, tensor in tree["tensors"].items()
-    }
+    files = {str(name): int(num_bytes) for name, num_bytes in tree["files"]}
+    names = tuple(files)
+    tensors = {}
+    for name, told in tree["tensors"].items():
+        shape, item_bytes = tuple(told["shape"]), element_bytes(told["dtype"])
+        boxes = StoredBoxes.from_plain(told["boxes"], len(shape), item_bytes, names)
+        tensors[name] = StoredTensor(told["dtype"], shape, boxes)
+    return Manifest(int(tree["step"]), tree["values"], tensors, files)
+
+
+def _parse_version_1(tree: dict[str, Any]) -> Manifest:
+    tensors = {}
+    for name, told in tree["tensors"].items():
+        shape, stored = tuple(told["shape"]), [_parse_box(box) for box in told["boxes"]]
+        boxes = StoredBoxes.of(stored, len(shape), element_bytes(told["dtype"]))
+        tensors[name] = StoredTensor(told["dtype"], shape, boxes)
     return Manifest(int(tree["step"]), tree["values"], tensors, tree["files"])
 
 

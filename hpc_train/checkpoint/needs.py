@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.manifest import Manifest, StoredBox
+from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.stored_boxes import StoredBox
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import BoxTable, LoadPlan, Places, plan_load
@@ -24,17 +25,21 @@ _MOST_NAMES = 5
 class Loading:
     """A planned load of one checkpoint.
 
-    names, boxes: of the plan's tensors and stored boxes. pieces: this rank's, by their row of the plan's needs.
-    folder_of: of files that do not lie in `path`.
+    names: of the plan's tensors. place: by row of the plan's stored boxes, its place among those of its tensor.
+    pieces: this rank's, by their row of the plan's needs. folder_of: of files that do not lie in `path`.
     """
 
     path: Location
     manifest: Manifest
     names: tuple[str, ...]
-    boxes: tuple[StoredBox, ...]
+    place: np.ndarray
     plan: LoadPlan
     pieces: dict[int, StatePiece]
     folder_of: Mapping[str, Location] = field(default_factory=dict)
+
+    def stored(self, row: int) -> StoredBox:
+        """A stored box by its row of the plan."""
+        return self.manifest.tensors[self.names[int(self.plan.stored.tensor[row])]].boxes[int(self.place[row])]
 
     def dtype(self, tensor: int) -> torch.dtype:
         """The type in which it is stored."""
@@ -62,36 +67,57 @@ def plan_loading(
     """
     names = tuple(manifest.tensors)
     number = {name: index for index, name in enumerate(names)}
+    num_dims = np.array([len(tensor.shape) for tensor in manifest.tensors.values()], dtype=np.int64)
+    most = int(num_dims.max(initial=1))
     faults = _faults(manifest, pieces, exact)
-    mine = [] if any(faults) else [[number[p.name], *p.box.offsets, *p.box.sizes] for p in pieces]
+    # Flat: a list for each box takes longer to tell.
+    told_pieces = [] if any(faults) else pieces
+    mine = [extent for piece in told_pieces for extent in _row(number[piece.name], piece.box, most)]
     gathered = world.control.all_gather([world.node_rank, world.local_rank, mine, faults])
-    shapes = [len(tensor.shape) for tensor in manifest.tensors.values()]
-    holder = np.repeat(np.arange(world.world_size), [len(told[2]) for told in gathered])
-    needs = [(row[0], _box_of(row, shapes[row[0]])) for told in gathered for row in told[2]]
+    needs = np.fromiter((extent for told in gathered for extent in told[2]), dtype=np.int64).reshape(-1, 1 + 2 * most)
+    holder = np.repeat(np.arange(world.world_size), [len(told[2]) // needs.shape[1] for told in gathered])
     missing, different = ([fault for told in gathered for fault in told[3][kind]] for kind in (0, 1))
-    wanted = {tensor for tensor, _ in needs}
     # Ranks that found a fault have not told their needs, so that nothing follows from what nobody wants.
     is_told = exact and not missing and not different
-    extra = [name for index, name in enumerate(names) if index not in wanted] if is_told else []
-    _refuse_other_model(path, missing, different, extra, world)
-    boxes = sorted(
-        ((stored, number[name]) for name, tensor in manifest.tensors.items() for stored in tensor.boxes),
-        key=lambda item: (item[0].file, item[0].start),
-    )
-    most = max([1, *shapes])
-    sizes = np.array([getattr(torch, tensor.dtype).itemsize for tensor in manifest.tensors.values()], dtype=np.int64)
-    stored = BoxTable.of([(tensor, box.box) for box, tensor in boxes], most)
+    unwanted = sorted({*range(len(names))} - {*needs[:, 0].tolist()}) if is_told else []
+    _refuse_other_model(path, missing, different, [names[tensor] for tensor in unwanted], world)
+    stored, place, files = stored_table(manifest, num_dims, most)
+    sizes = np.array([tensor.boxes.item_bytes for tensor in manifest.tensors.values()], dtype=np.int64)
     places = Places(np.array([told[0] for told in gathered]), np.array([told[1] for told in gathered]))
-    lies_on = None if spread is None else np.array([spread[box.file][0] for box, _ in boxes], dtype=np.int64)
-    plan = plan_load(stored, sizes[stored.tensor], BoxTable.of(needs, most), holder, places, lies_on=lies_on)
+    lies_on = None if spread is None else np.array([spread[file][0] for file in files], dtype=np.int64)
+    needed = BoxTable(needs[:, 0], needs[:, 1 : 1 + most], needs[:, 1 + most :], num_dims[needs[:, 0]])
+    plan = plan_load(stored, sizes[stored.tensor], needed, holder, places, lies_on=lies_on)
     first = int(np.searchsorted(holder, world.rank))
     own = dict(enumerate(pieces, start=first))
     folder_of = {} if spread is None else {file: folder for file, (_, folder) in spread.items()}
-    return Loading(path, manifest, names, tuple(box for box, _ in boxes), plan, own, folder_of)
+    return Loading(path, manifest, names, place, plan, own, folder_of)
 
 
-def _box_of(row: list[int], num_dims: int) -> Box:
-    return Box(tuple(row[1 : 1 + num_dims]), tuple(row[1 + num_dims :]))
+def _row(tensor: int, box: Box, most: int) -> tuple[int, ...]:
+    """A box of a tensor as numbers, as many for each tensor: filled up as in a `BoxTable`."""
+    more = most - len(box.sizes)
+    return (tensor, *box.offsets, *(0,) * more, *box.sizes, *(1,) * more)
+
+
+def stored_table(manifest: Manifest, num_dims: np.ndarray, most: int) -> tuple[BoxTable, np.ndarray, list[str]]:
+    """All boxes of a checkpoint as they lie in its files; by box its place among those of its tensor, and its file."""
+    every = [tensor.boxes for tensor in manifest.tensors.values()]
+    counts = np.array([len(boxes) for boxes in every], dtype=np.int64)
+    tensor = np.repeat(np.arange(len(every)), counts)
+    place = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets, sizes = np.zeros((len(tensor), most), dtype=np.int64), np.ones((len(tensor), most), dtype=np.int64)
+    end = 0
+    for boxes in every:
+        begin, end = end, end + len(boxes)
+        offsets[begin:end, : boxes.num_dims] = np.array(boxes.offsets).reshape(len(boxes), boxes.num_dims)
+        sizes[begin:end, : boxes.num_dims] = np.array(boxes.sizes).reshape(len(boxes), boxes.num_dims)
+    file_names = sorted({name for boxes in every for name in {boxes.file_names[index] for index in boxes.file}})
+    number = {name: index for index, name in enumerate(file_names)}
+    file = np.array([number[boxes.file_names[index]] for boxes in every for index in boxes.file], dtype=np.int64)
+    start = np.concatenate([np.empty(0, np.int64), *(np.array(boxes.start) for boxes in every)])
+    order = np.lexsort((start, file))
+    table = BoxTable(tensor, offsets, sizes, num_dims[tensor]).rows(order)
+    return table, place[order], [file_names[index] for index in file[order].tolist()]
 
 
 def _faults(manifest: Manifest, pieces: Sequence[StatePiece], exact: bool) -> tuple[list[str], list[str]]:

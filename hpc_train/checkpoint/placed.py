@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_train.checkpoint.archive import archive_of
-from hpc_train.checkpoint.manifest import StoredBox
+from hpc_train.checkpoint.stored_boxes import StoredBox
 from hpc_train.plan.flat import Box
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hpc_train.checkpoint.folder import remove_checkpoint, steps_newest_first
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import read_manifest
+from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.store import is_outage
 from hpc_train.checkpoint.verify import verify
 from hpc_train.errors import CheckpointError
@@ -24,7 +25,7 @@ class Pruning:
     damaged: tuple[tuple[Location, str], ...]
 
 
-def plan_pruning(root: Location, keep: int, every: int | None = None) -> Pruning:
+def plan_pruning(root: Location, keep: int, every: int | None = None, progress: Advance = UNHEARD) -> Pruning:
     """Keep the newest `keep` sound checkpoints, and those whose step is a multiple of `every`.
 
     The newest ones are read byte by byte until one has all its checksums; older ones are known by their files' sizes.
@@ -39,7 +40,7 @@ def plan_pruning(root: Location, keep: int, every: int | None = None) -> Pruning
     removed: list[Location] = []
     damaged: list[tuple[Location, str]] = []
     for step, path in steps_newest_first(root):
-        problem = _problem(path, read_bytes=not kept)
+        problem = _problem(path, progress if not kept else None)
         if problem is not None:
             damaged.append((path, problem))
         elif len(kept) < keep or (every is not None and step % every == 0):
@@ -55,10 +56,11 @@ def carry_out(pruning: Pruning) -> None:
         remove_checkpoint(path)
 
 
-def _problem(path: Location, *, read_bytes: bool) -> str | None:
+def _problem(path: Location, progress: Advance | None) -> str | None:
+    """progress: of reading every byte; None: they are not read."""
     try:
         read_manifest(path)
-        return next(verify(path), None) if read_bytes else None
+        return next(verify(path, progress), None) if progress is not None else None
     except CheckpointError as error:
         if is_outage(error):
             raise

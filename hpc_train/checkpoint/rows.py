@@ -10,7 +10,8 @@ import torch
 
 from hpc_train.checkpoint.boxes import BoxFiles
 from hpc_train.checkpoint.location import Location, Place, locate
-from hpc_train.checkpoint.manifest import StoredBox, StoredTensor
+from hpc_train.checkpoint.manifest import StoredTensor
+from hpc_train.checkpoint.stored_boxes import StoredBox
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
@@ -39,12 +40,13 @@ def read_rows(place: Place, name: str, tensor: StoredTensor) -> Iterator[torch.T
     """
     folder = locate(place)
     dtype = getattr(torch, tensor.dtype)
-    checksums = dict.fromkeys(range(len(tensor.boxes)), 0)
+    boxes = list(tensor.boxes)
+    checksums = [0] * len(boxes)
     with BoxFiles(folder) as files:
         for start, stop in row_blocks(tensor.shape, dtype.itemsize):
             wanted = Box((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
             block, filled = None, 0
-            for index, stored in enumerate(tensor.boxes):
+            for index, stored in enumerate(boxes):
                 shared = stored.box.intersection(wanted)
                 if shared is None:
                     continue

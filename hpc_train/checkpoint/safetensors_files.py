@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any, TypeGuard
 
+from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.checkpoint.model_tensors import STORED_TYPES, Shape, few
+from hpc_train.checkpoint.progress import UNHEARD, Advance
+from hpc_train.checkpoint.store import Reader
 from hpc_train.errors import CheckpointError
 
+BYTE_ORDER_MARK = "\ufeff"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -32,7 +35,7 @@ _MAX_HEADER_BYTES = 100_000_000
 class RawTensor:
     """A tensor in a file, and where its bytes lie. dtype: by torch's name; one that is not read, by the file's code."""
 
-    file: Path
+    file: Location
     dtype: str
     shape: Shape
     start: int
@@ -41,30 +44,28 @@ class RawTensor:
     def read(self, start: int, num_bytes: int) -> bytearray:
         """Bytes start .. start + num_bytes of this tensor."""
         block = bytearray(num_bytes)
-        with open(self.file, "rb", buffering=0) as file:
-            file.seek(self.start + start)
-            place = 0
-            while place < num_bytes:
-                count = file.readinto(memoryview(block)[place:])
-                if not count:
-                    raise CheckpointError(f"{self.file} ends {num_bytes - place} bytes early")
-                place += count
+        with self.file.reading() as file:
+            count = file.read_into(self.start + start, memoryview(block))
+        if count != num_bytes:
+            raise CheckpointError(f"{self.file} ends {num_bytes - count} bytes early")
         return block
 
 
-def read_folder(folder: Path) -> dict[str, RawTensor]:
+def read_folder(place: Place) -> dict[str, RawTensor]:
     """The tensors of a Hugging Face folder, from its single file or from those that its index names.
 
     Raises:
         CheckpointError: no such file, a damaged one, or an index that does not fit the files.
     """
+    folder = locate(place)
+    there = {entry.name for entry in folder.entries() if not entry.is_folder}
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists() and index.exists():
+    if single.name in there and index.name in there:
         raise CheckpointError(f"{folder} has {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not meant")
-    if single.exists():
+    if single.name in there:
         return read_header(single)
-    if not index.exists():
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if index.name not in there:
+        pickles = sorted(name for name in there if name.endswith((".bin", ".pt", ".pth")))
         hint = f" It has {few(pickles, 3)}, a pickle, which is never read." if pickles else ""
         raise CheckpointError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint} transformers writes safetensors by "
@@ -73,7 +74,7 @@ def read_folder(folder: Path) -> dict[str, RawTensor]:
     weight_map = _read_index(index)
     found: dict[str, RawTensor] = {}
     for name in sorted(set(weight_map.values())):
-        if not (folder / name).is_file():
+        if name not in there:
             raise CheckpointError(f"{index} names {name}, which is missing")
         found |= read_header(folder / name)
     missing = [f"{name} in {file}" for name, file in weight_map.items() if _holder(found, name) != file]
@@ -98,7 +99,7 @@ def require_types(tensors: Mapping[str, RawTensor]) -> None:
             )
 
 
-def read_header(path: Path) -> dict[str, RawTensor]:
+def read_header(place: Place) -> dict[str, RawTensor]:
     """The tensors of one file, which fill it without gaps, each as long as its shape says.
 
     Their types may be others than those that are read: a file may hold constants that nobody needs.
@@ -106,13 +107,15 @@ def read_header(path: Path) -> dict[str, RawTensor]:
     Raises:
         CheckpointError: it is no such file, or a damaged one.
     """
+    path = locate(place)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        entry = path.entry()
+        size = entry.num_bytes if entry is not None else 0
+        with path.reading() as file:
+            length = int.from_bytes(_read(file, 0, 8), "little")
             if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file, or is cut short within its header")
-            header = json.loads(file.read(length))
+            header = json.loads(_read(file, 8, length))
         if not isinstance(header, dict):
             raise CheckpointError(f"{path} cannot be read: its header is a {type(header).__name__}, not a JSON object")
         header.pop("__metadata__", None)
@@ -123,9 +126,14 @@ def read_header(path: Path) -> dict[str, RawTensor]:
     return found
 
 
-def read_index(folder: Path) -> dict[str, str] | None:
+def _read(file: Reader, start: int, num_bytes: int) -> bytes:
+    block = bytearray(num_bytes)
+    return bytes(block[: file.read_into(start, memoryview(block))])
+
+
+def read_index(folder: Location) -> dict[str, str] | None:
     """Which file holds which tensor; None for a folder without an index."""
-    return _read_index(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else None
+    return _read_index(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -142,15 +150,16 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def write_folder(folder: Path, shards: Sequence[Sequence[Entry]]) -> None:
+def write_folder(place: Place, shards: Sequence[Sequence[Entry]], progress: Advance = UNHEARD) -> None:
     """Write each shard as a file, and an index if there is more than one."""
+    folder = locate(place)
     if len(shards) == 1:
-        _write_file(folder / SINGLE_FILE, shards[0])
+        _write_file(folder / SINGLE_FILE, shards[0], progress)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard)
+        _write_file(folder / name, shard, progress)
         weight_map |= {entry.name: name for entry in shard}
     entries = [entry for shard in shards for entry in shard]
     metadata = {
@@ -173,15 +182,12 @@ def split_shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def write_json(path: Path, tree: Mapping[str, Any]) -> None:
+def write_json(path: Location, tree: Mapping[str, Any]) -> None:
     """As transformers spells its JSON files."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(tree, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def _write_file(path: Path, entries: Sequence[Entry]) -> None:
+def _write_file(path: Location, entries: Sequence[Entry], progress: Advance) -> None:
     # The package's order; STORED_TYPES is in its order of types.
     placed = sorted(entries, key=lambda entry: (STORED_TYPES.index(entry.dtype), entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -195,17 +201,19 @@ def _write_file(path: Path, entries: Sequence[Entry]) -> None:
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with path.writing() as file:
+        file.write(memoryview(len(text).to_bytes(8, "little") + text))
         for entry in placed:
-            written = sum(file.write(block) for block in entry.blocks())
+            written = 0
+            for block in entry.blocks():
+                file.write(memoryview(block))
+                written += len(block)
+                progress.advance(len(block))
             if written != entry.num_bytes:
                 raise CheckpointError(f"{path}: {written} bytes came for {entry.name}, not {entry.num_bytes}")
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _raw_tensor(path: Path, name: str, entry: Any, base: int, size: int) -> RawTensor:
+def _raw_tensor(path: Location, name: str, entry: Any, base: int, size: int) -> RawTensor:
     values = entry if isinstance(entry, dict) else {}
     code, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
@@ -229,7 +237,7 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
-def _require_filled(path: Path, tensors: Mapping[str, RawTensor], base: int, size: int) -> None:
+def _require_filled(path: Location, tensors: Mapping[str, RawTensor], base: int, size: int) -> None:
     """Each tensor begins where the one before it ends, and the last one ends with the file."""
     end, before = base, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
@@ -243,10 +251,10 @@ def _require_filled(path: Path, tensors: Mapping[str, RawTensor], base: int, siz
         raise CheckpointError(f"{path} is damaged: {size - end} bytes lie behind its last tensor, {before}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Location) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
-        wrong = [file for file in weight_map.values() if Path(file).name != file]
+        weight_map = json.loads(path.read_text().removeprefix(BYTE_ORDER_MARK))["weight_map"]
+        wrong = [file for file in weight_map.values() if PurePosixPath(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if wrong:

@@ -20,6 +20,7 @@ from hpc_train.checkpoint import torch_files
 from hpc_train.checkpoint.finish import finish
 from hpc_train.checkpoint.location import Location, Place, locate
 from hpc_train.checkpoint.placed import WrittenBox
+from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.state import Piece, StatePiece
 from hpc_train.checkpoint.torch_index import index_bytes
 from hpc_train.checkpoint.visible import wait_for_folder
@@ -56,7 +57,9 @@ def save_checkpoint(
     return final
 
 
-def write_alone(folder: Place, step: int, pieces: Sequence[Piece], values: dict[str, Any]) -> None:
+def write_alone(
+    folder: Place, step: int, pieces: Sequence[Piece], values: dict[str, Any], progress: Advance = UNHEARD
+) -> None:
     """Write a whole checkpoint from this process into an empty folder, one piece in memory at a time.
 
     Raises:
@@ -64,7 +67,7 @@ def write_alone(folder: Place, step: int, pieces: Sequence[Piece], values: dict[
     """
     where = locate(folder)
     try:
-        _finish(where, step, _write_pieces(where, pieces, rank=0), values)
+        _finish(where, step, _write_pieces(where, pieces, rank=0, progress=progress), values)
     except HpcTrainError:
         raise
     except Exception as problem:
@@ -91,9 +94,11 @@ def _agreed_below(world: World, root: Location, phase: Callable[[], Location | N
     return root / world.control.broadcast(path.name if path is not None else None)
 
 
-def _write_pieces(temporary: Location, pieces: Sequence[Piece], rank: int) -> list[WrittenBox]:
+def _write_pieces(
+    temporary: Location, pieces: Sequence[Piece], rank: int, progress: Advance = UNHEARD
+) -> list[WrittenBox]:
     wait_for_folder(temporary)
-    return torch_files.write_pieces(temporary, pieces, rank)
+    return torch_files.write_pieces(temporary, pieces, rank, progress)
 
 
 def _finish(temporary: Location, step: int, written: Sequence[WrittenBox], values: dict[str, Any]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -22,24 +20,26 @@ from hpc_train.checkpoint.hf_folder import (
     carry,
     read_json,
     renamed_when_done,
+    require_room,
 )
 from hpc_train.checkpoint.hf_names import HfTensor, hf_tensors
-from hpc_train.checkpoint.location import Location, local_copy
+from hpc_train.checkpoint.location import Location, Place, copy_file, locate
 from hpc_train.checkpoint.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, require_model
+from hpc_train.checkpoint.progress import Advance
 from hpc_train.checkpoint.rows import read_rows, read_whole
 from hpc_train.checkpoint.safetensors_files import Entry
-from hpc_train.cluster.limits import require_free_bytes
-from hpc_train.errors import CheckpointError, ConfigError
+from hpc_train.errors import ConfigError
 
 
 def export_hf(
     checkpoint: Location,
-    target: Path,
+    target: Location,
     dtype: str | None,
     spec: ModelSpec,
     max_shard_bytes: int | None,
-    tokenizer: Path | None,
+    tokenizer: Place | None,
+    progress: Advance,
 ) -> Converted:
     """A Hugging Face folder from the weights of a checkpoint."""
     require_hf_can_say(spec.model)
@@ -48,17 +48,21 @@ def export_hf(
     odd = NotFinite()
     entries = [_entry(checkpoint, manifest, hf, dtype, odd) for hf in hf_tensors(spec).values()]
     num_bytes = sum(entry.num_bytes for entry in entries)
-    require_free_bytes(target, num_bytes, "the model", CheckpointError)
-    with local_copy(checkpoint / HF_FOLDER) as kept:
-        configs = [folder / HF_CONFIG for folder in (kept, tokenizer) if folder is not None]
-        base = next((read_json(path) for path in configs if path.is_file()), None)
-        dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
-        with renamed_when_done(target) as temporary:
-            files.write_folder(temporary, _shards(entries, kept, max_shard_bytes))
-            files.write_json(temporary / HF_CONFIG, write_hf_config(spec, dtypes[0], base))
-            carried = carry(kept, temporary, CARRIED)
-            if tokenizer is not None:
-                carried = tuple(sorted({*carried, *_carry_tokenizer(tokenizer, temporary)}))
+    require_room(target, num_bytes, "the model")
+    kept = checkpoint / HF_FOLDER
+    given = locate(tokenizer) if tokenizer is not None else None
+    configs = [folder / HF_CONFIG for folder in (kept, given) if folder is not None]
+    base = next((read_json(path) for path in configs if path.is_file()), None)
+    dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
+    with renamed_when_done(target) as temporary:
+        progress.expect(num_bytes)
+        files.write_folder(temporary, _shards(entries, kept, max_shard_bytes), progress)
+        files.write_json(temporary / HF_CONFIG, write_hf_config(spec, dtypes[0], base))
+        of_tokenizer = _tokenizer_files(given) if given is not None else {}
+        carried = carry(kept, temporary, [name for name in CARRIED if name not in of_tokenizer])
+        for name, source in of_tokenizer.items():
+            copy_file(source, temporary / name)
+        carried = tuple(sorted({*carried, *of_tokenizer})) if of_tokenizer else carried
     odd.warn()
     count = sum(math.prod(entry.shape) for entry in entries)
     return Converted(target, "to Hugging Face", spec, count, num_bytes, tuple(dtypes), carried)
@@ -96,7 +100,7 @@ def _raw(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _shards(entries: list[Entry], kept: Path, max_bytes: int | None) -> list[list[Entry]]:
+def _shards(entries: list[Entry], kept: Location, max_bytes: int | None) -> list[list[Entry]]:
     """Files as they were where the model came from, unless a size is given; else by size."""
     index = files.read_index(kept) if max_bytes is None else None
     if index is None or set(index) != {entry.name for entry in entries}:
@@ -106,11 +110,11 @@ def _shards(entries: list[Entry], kept: Path, max_bytes: int | None) -> list[lis
     return [[entry for entry in entries if index[entry.name] == name] for name in names]
 
 
-def _carry_tokenizer(tokenizer: Path, target: Path) -> tuple[str, ...]:
+def _tokenizer_files(tokenizer: Location) -> dict[str, Location]:
+    """By the name that they get."""
     if tokenizer.is_file():
-        shutil.copyfile(tokenizer, target / "tokenizer.json")
-        return ("tokenizer.json",)
-    carried = carry(tokenizer, target, CARRIED)
-    if not carried:
+        return {"tokenizer.json": tokenizer}
+    found = {name: tokenizer / name for name in CARRIED if (tokenizer / name).is_file()}
+    if not found:
         raise ConfigError(f"--tokenizer {tokenizer} has none of the files {', '.join(CARRIED)}")
-    return carried
+    return found

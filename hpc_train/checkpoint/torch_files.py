@@ -11,6 +11,7 @@ import torch
 
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.placed import PlacedBox, WrittenBox, file_of_rank, place_boxes
+from hpc_train.checkpoint.progress import Advance
 from hpc_train.checkpoint.state import Piece
 from hpc_train.checkpoint.write import Flow, write_boxes, write_new_file
 from hpc_train.log import warn
@@ -32,7 +33,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_pieces(folder: Location, pieces: Sequence[Piece], rank: int) -> list[WrittenBox]:
+def write_pieces(folder: Location, pieces: Sequence[Piece], rank: int, progress: Advance) -> list[WrittenBox]:
     """Write a rank's pieces into one new file and say where each lies; the file is durable then.
 
     One piece at a time is copied, if it lies on a device.
@@ -40,8 +41,11 @@ def write_pieces(folder: Location, pieces: Sequence[Piece], rank: int) -> list[W
     if not pieces:
         return []
     placed = place_pieces(pieces, rank)
-    return write_new_file(
-        folder / file_of_rank(rank),
-        lambda place: write_boxes(place, placed, lambda number: raw_bytes(pieces[number].tensor()), Flow()),
-        warn,
-    )
+    progress.expect(sum(box.num_bytes for box in placed))
+
+    def bytes_of(number: int) -> memoryview:
+        data = raw_bytes(pieces[number].tensor())
+        progress.advance(len(data))
+        return data
+
+    return write_new_file(folder / file_of_rank(rank), lambda place: write_boxes(place, placed, bytes_of, Flow()), warn)

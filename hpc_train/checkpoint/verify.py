@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from hpc_train.checkpoint.folder import read_latest, step_number
 from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.manifest import StoredBox, read_manifest
+from hpc_train.checkpoint.manifest import read_manifest
+from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.store import Reader, is_outage
+from hpc_train.checkpoint.stored_boxes import StoredBox
 from hpc_train.errors import CheckpointError
 
 _BLOCK_BYTES = 16 << 20
@@ -43,7 +45,7 @@ def list_checkpoints(root: Location) -> list[Listed]:
     return sorted(listed, key=lambda item: item.step)
 
 
-def verify(folder: Location) -> Iterator[str]:
+def verify(folder: Location, progress: Advance = UNHEARD) -> Iterator[str]:
     """Read all boxes of a checkpoint; what is wrong, a sentence each. Nothing: it is sound.
 
     Raises:
@@ -60,12 +62,13 @@ def verify(folder: Location) -> Iterator[str]:
             yield f"{name}: its boxes hold {held} elements of {whole}"
         for stored in tensor.boxes:
             boxes.setdefault(stored.file, []).append((name, stored))
+    progress.expect(sum(stored.num_bytes for of_file in boxes.values() for _, stored in of_file))
     block = memoryview(bytearray(_BLOCK_BYTES))
     for file, of_file in boxes.items():
         # From front to back: a parallel file system and HDFS read ahead.
         with (folder / file).reading() as reader:
             for name, stored in sorted(of_file, key=lambda item: item[1].start):
-                if _checksum(reader, stored, block) != stored.crc32:
+                if _checksum(reader, stored, block, progress) != stored.crc32:
                     yield f"{name}: the bytes at {stored.start} of {folder / file} do not have their checksum"
 
 
@@ -79,12 +82,13 @@ def _look_at(path: Location, step: int, written_at: float, is_latest: bool) -> L
     return Listed(path, step, sum(manifest.files.values()), len(manifest.tensors), written_at, is_latest, problem=None)
 
 
-def _checksum(reader: Reader, stored: StoredBox, block: memoryview) -> int:
+def _checksum(reader: Reader, stored: StoredBox, block: memoryview, progress: Advance) -> int:
     crc32, done = 0, 0
     while done < stored.num_bytes:
         wanted = min(stored.num_bytes - done, len(block))
         count = reader.read_into(stored.start + done, block[:wanted])
         crc32, done = zlib.crc32(block[:count], crc32), done + count
+        progress.advance(count)
         if count < wanted:
             return -1
     return crc32

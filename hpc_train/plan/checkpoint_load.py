@@ -44,16 +44,6 @@ class BoxTable:
     sizes: np.ndarray
     num_dims: np.ndarray
 
-    @staticmethod
-    def of(rows: Sequence[tuple[int, Box]], max_dims: int) -> BoxTable:
-        """From (tensor, box) pairs. max_dims: of any tensor."""
-        filled = np.empty((len(rows), 2 + 2 * max_dims), dtype=np.int64)
-        zeros, ones = (0,) * max_dims, (1,) * max_dims
-        for row, (tensor, box) in enumerate(rows):
-            count = len(box.sizes)
-            filled[row] = (tensor, count, *box.offsets, *zeros[count:], *box.sizes, *ones[count:])
-        return BoxTable(filled[:, 0], filled[:, 2 : 2 + max_dims], filled[:, 2 + max_dims :], filled[:, 1])
-
     def __len__(self) -> int:
         return len(self.tensor)
 
@@ -402,29 +392,55 @@ def _on_its_node(
     return ranks, np.searchsorted(part, np.arange(len(node_of_part) + 1))
 
 
-class _Loads:
-    """Bytes that ranks, nodes and rails have to read so far."""
+class _Choice:
+    """Readers of parts that several ranks may read, and what ranks, nodes and rails have to read so far.
 
-    def __init__(self, places: Places, by_rank: np.ndarray) -> None:
+    reader: by part; None where nothing is chosen yet.
+    """
+
+    def __init__(
+        self, reader: list[int | None], by_rank: np.ndarray, candidates: tuple[np.ndarray, np.ndarray], places: Places
+    ) -> None:
+        self.reader = reader
+        self._ranks, self._begins = candidates[0].tolist(), candidates[1]
         self._node, self._rail = places.node.tolist(), places.rail.tolist()
         self.of_rank = by_rank.tolist()
-        self._of_node = np.bincount(places.node, by_rank).tolist()
-        self._of_rail = np.bincount(places.rail, by_rank).tolist()
+        self._of_node = _sums(places.node, by_rank).tolist()
+        self._of_rail = _sums(places.rail, by_rank).tolist()
 
-    def add(self, rank: int, num_bytes: float) -> None:
-        self.of_rank[rank] += num_bytes
-        self._of_node[self._node[rank]] += num_bytes
-        self._of_rail[self._rail[rank]] += num_bytes
+    def settle(self, parts: np.ndarray, part_bytes: np.ndarray) -> bool:
+        """Give each part to the rank with least to read, then the one on the node, then on the rail that has.
 
-    def least(self, ranks: list[int]) -> int:
-        """The rank with least to read, then the one on the node, then on the rail that has."""
-        of_rank = self.of_rank
-        lowest = min(map(of_rank.__getitem__, ranks))
-        alike = [rank for rank in ranks if of_rank[rank] == lowest]
-        return alike[0] if len(alike) == 1 else min(alike, key=self._key)
-
-    def _key(self, rank: int) -> tuple[float, float, float, int]:
-        return self.of_rank[rank], self._of_node[self._node[rank]], self._of_rail[self._rail[rank]], rank
+        A part that has a reader moves only where it makes the busier of both less busy. Returns whether any has moved.
+        """
+        # One loop without calls: for 12,288 ranks it runs 500,000 times, and calls took two thirds of it (measured).
+        ranks, reader, node, rail = self._ranks, self.reader, self._node, self._rail
+        of_rank, of_node, of_rail = self.of_rank, self._of_node, self._of_rail
+        is_moved = False
+        columns = (parts, self._begins[parts], self._begins[parts + 1], part_bytes[parts])
+        for part, begin, end, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
+            best = ranks[begin]
+            lowest = of_rank[best]
+            for place in range(begin + 1, end):
+                rank = ranks[place]
+                load = of_rank[rank]
+                if load < lowest or (
+                    load == lowest
+                    and (of_node[node[rank]], of_rail[rail[rank]]) < (of_node[node[best]], of_rail[rail[best]])
+                ):
+                    best, lowest = rank, load
+            before = reader[part]
+            if before is not None:
+                if lowest + num_bytes >= of_rank[before]:
+                    continue
+                of_rank[before] -= num_bytes
+                of_node[node[before]] -= num_bytes
+                of_rail[rail[before]] -= num_bytes
+            reader[part], is_moved = best, True
+            of_rank[best] += num_bytes
+            of_node[node[best]] += num_bytes
+            of_rail[rail[best]] += num_bytes
+        return is_moved
 
 
 def _choose_readers(part_bytes: np.ndarray, candidates: tuple[np.ndarray, np.ndarray], places: Places) -> np.ndarray:
@@ -433,32 +449,25 @@ def _choose_readers(part_bytes: np.ndarray, candidates: tuple[np.ndarray, np.nda
     Then ranks that have much more than the mean pass some on.
     """
     ranks, begins = candidates
-    count = np.diff(begins)
-    reader = ranks[begins[:-1]] if len(count) else np.empty(0, np.int64)
-    fixed = count == 1
-    loads = _Loads(places, np.bincount(reader[fixed], weights=part_bytes[fixed], minlength=len(places.node)))
-    listed = ranks.tolist()
-    free = np.flatnonzero(~fixed)
+    is_free = np.diff(begins) > 1
+    only = ranks[begins[:-1]]
+    by_rank = _sums(only[~is_free], part_bytes[~is_free], len(places.node))
+    reader: list[int | None] = only.tolist()
+    free = np.flatnonzero(is_free)
     free = free[np.argsort(-part_bytes[free], kind="stable")]
-    for part, begin, end, num_bytes in _rows(free, begins, part_bytes):
-        reader[part] = best = loads.least(listed[begin:end])
-        loads.add(best, num_bytes)
+    for part in free.tolist():
+        reader[part] = None
+    choice = _Choice(reader, by_rank, candidates, places)
+    choice.settle(free, part_bytes)
     much = _MUCH * part_bytes.sum() / len(places.node)
     for _ in range(_MOST_ROUNDS):
-        of_busy = free[np.array(loads.of_rank)[reader[free]] > much]
-        is_moved = False
-        for part, begin, end, num_bytes in _rows(of_busy, begins, part_bytes):
-            before, best = int(reader[part]), loads.least(listed[begin:end])
-            if loads.of_rank[best] + num_bytes < loads.of_rank[before]:
-                loads.add(before, -num_bytes)
-                loads.add(best, num_bytes)
-                reader[part], is_moved = best, True
-        if not is_moved:
+        chosen = np.array(choice.reader, dtype=np.int64)
+        is_busy = np.array(choice.of_rank)[chosen[free]] > much
+        if not choice.settle(free[is_busy], part_bytes):
             break
-    return reader
+    return np.array(choice.reader, dtype=np.int64)
 
 
-def _rows(chosen: np.ndarray, begins: np.ndarray, part_bytes: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
-    """Of parts: the row, where its candidates begin and end, its bytes."""
-    columns = (chosen, begins[chosen], begins[chosen + 1], part_bytes[chosen])
-    return zip(*(column.tolist() for column in columns), strict=True)
+def _sums(index: np.ndarray, num_bytes: np.ndarray, length: int = 0) -> np.ndarray:
+    """Bytes by index, as whole numbers."""
+    return np.bincount(index, weights=num_bytes, minlength=length).astype(np.int64)

@@ -1,7 +1,8 @@
 """Who writes and who reads what of a checkpoint of 175B parameters on 12,288 GPUs: time of the plans, and balance.
 
 The state is that of the recipe gpt-175b (weights and two moments in fp32) on tp 8, pp 8 with 6 virtual stages, dp 192.
-It is read by the same mesh, and by it from a checkpoint of another one. Prints JSON.
+It is read by the same mesh, and by it from a checkpoint of another one. The manifest of the checkpoint is written and
+read, as rank 0 does and then every rank. Prints JSON.
 
     python -m tests.bench.bench_checkpoint_plan
 """
@@ -15,6 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from hpc_train.checkpoint.location import locate
+from hpc_train.checkpoint.manifest import Manifest, StoredTensor, parse_manifest
+from hpc_train.checkpoint.needs import stored_table
+from hpc_train.checkpoint.stored_boxes import StoredBoxes
 from hpc_train.config import Config, load_config
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.mesh import Mesh
@@ -60,6 +65,45 @@ def _load(saved: HeldState, held: HeldState, mesh: Mesh) -> dict[str, object]:
     }
 
 
+def _manifest(saved: HeldState) -> dict[str, object]:
+    manifest = _manifest_of(saved)
+    text, write_s = _timed(manifest.to_json)
+    read, read_s = _timed(lambda: parse_manifest(text, locate("/there")))
+    num_dims = np.array([len(tensor.shape) for tensor in read.tensors.values()])
+    (table, _, _), table_s = _timed(lambda: stored_table(read, num_dims, 2))
+    assert len(table) == len(saved.rank) and read == manifest
+    return {"bytes": len(text), "written": write_s, "read": read_s, "boxes as a table": table_s}
+
+
+def _manifest_of(saved: HeldState) -> Manifest:
+    """As if each rank had written its boxes one behind the other."""
+    num_bytes = saved.boxes.num_elements * ITEM
+    by_rank = np.argsort(saved.rank, kind="stable")
+    ends = np.cumsum(num_bytes[by_rank])
+    first_of_rank = np.searchsorted(saved.rank[by_rank], saved.rank[by_rank])
+    start = np.empty_like(ends)
+    start[by_rank] = ends - num_bytes[by_rank] - (ends - num_bytes[by_rank])[first_of_rank]
+    files = {f"__{rank}_0.distcp": int(size) for rank, size in enumerate(np.bincount(saved.rank, num_bytes))}
+    crc32 = np.random.default_rng(1).integers(1 << 32, size=len(start))
+    tensors = {}
+    for number, name in enumerate(saved.names):
+        rows = np.flatnonzero(saved.boxes.tensor == number)
+        num_dims = int(saved.boxes.num_dims[rows[0]])
+        offsets, sizes = saved.boxes.offsets[rows, :num_dims], saved.boxes.sizes[rows, :num_dims]
+        boxes = StoredBoxes(
+            num_dims,
+            ITEM,
+            tuple(files),
+            file=saved.rank[rows].tolist(),
+            start=start[rows].tolist(),
+            crc32=crc32[rows].tolist(),
+            offsets=offsets.ravel().tolist(),
+            sizes=sizes.ravel().tolist(),
+        )
+        tensors[name] = StoredTensor("float32", tuple((offsets + sizes).max(axis=0).tolist()), boxes)
+    return Manifest(1, {}, tensors, files)
+
+
 def _most_over_mean(by_rank: np.ndarray, plan: LoadPlan, what: str) -> float:
     total = np.bincount(getattr(plan.places, what), weights=by_rank)
     return round(float(total.max() / total.mean()), 3)
@@ -80,6 +124,7 @@ def main() -> None:
             "boxes of all ranks": write_s,
             "most over mean written by a rank": round(writers.max() / writers.mean(), 3),
         },
+        "manifest": _manifest(saved),
         "needs of all ranks": need_s,
         "load by the same mesh": _load(saved, held, mesh),
         f"load of one saved on {_with(config, **OTHER)[1].describe()}": _load(other, held, mesh),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint.command import parse_size
+from hpc_train.checkpoint.manifest import read_manifest
 from hpc_train.cli import main
 from hpc_train.errors import ConfigError, ExitCode
 from tests.checkpoint.hf_folders import SPECS, make_hf_folder, weights, write_checkpoint
@@ -56,13 +57,12 @@ def test_verify_reads_every_byte(run, capsys):
     assert "step_0000012: damaged" in said
     assert "step_0000003: sound" in said
     older = run / "checkpoints/step_0000003"
-    tensors = json.loads((older / "manifest.json").read_text())["tensors"]
-    (box,) = tensors["model.head.weight"]["boxes"]
-    with open(older / box["file"], "r+b") as file:
-        file.seek(box["start"] + box["num_bytes"] - 1)
+    (box,) = read_manifest(older).tensors["model.head.weight"].boxes
+    with open(older / box.file, "r+b") as file:
+        file.seek(box.start + box.num_bytes - 1)
         file.write(b"\x11")
     assert main(["ckpt", "verify", str(older)]) == ExitCode.CHECKPOINT
-    assert f"model.head.weight: the bytes at {box['start']} of" in capsys.readouterr().out
+    assert f"model.head.weight: the bytes at {box.start} of" in capsys.readouterr().out
 
 
 def test_convert_says_what_it_wrote(tmp_path, capsys):

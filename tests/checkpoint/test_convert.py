@@ -87,6 +87,22 @@ def test_a_type_asked_for_is_written_in_both_directions(name, dtype, tmp_path):
     assert all(torch.equal(wide[key], tensor.to(kind).float()) for key, tensor in tensors.items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch when it reads on one process
+def test_the_weights_of_many_ranks_go_into_one_file_that_torch_reads(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    expected, *_ = run_ranks(_save, 3, str(tmp_path / "run/checkpoints"), "llama")
+    _write_run_config(tmp_path / "run", "llama")
+    done = convert(tmp_path / "run", tmp_path / "one", to="dcp", dtype="bf16")
+    assert done.num_parameters == sum(tensor.numel() for tensor in expected.values())
+    assert [path.name for path in (tmp_path / "one").glob("*.distcp")] == ["__0_0.distcp"]
+    state = {f"model.{name}": torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert all(torch.equal(state[f"model.{name}"], tensor.bfloat16()) for name, tensor in expected.items())
+    with pytest.raises(ConfigError, match="--max-shard-size has no effect on the way to a checkpoint of torch"):
+        convert(tmp_path / "run", tmp_path / "two", to="dcp", max_shard_bytes=5)
+
+
 def test_a_number_that_a_type_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     tensors = weights(SPECS["llama"])
     tensors["layers.1.ffn.up.weight"][2, 3] = 70000.0

@@ -34,9 +34,9 @@ def _steps(run: Path) -> list[int]:
 
 def _flip(run: Path, step: int) -> None:
     path = run / "checkpoints" / f"step_{step:07d}" / "__0_0.distcp"
-    box = json.loads((path.parent / MANIFEST_FILE).read_text())["tensors"]["model.first"]["boxes"][0]
+    box = read_manifest(path.parent).tensors["model.first"].boxes[0]
     data = bytearray(path.read_bytes())
-    data[box["start"] + 5] ^= 1
+    data[box.start + 5] ^= 1
     path.write_bytes(data)
 
 
@@ -80,14 +80,14 @@ def _make_newer(run: Path, step: int) -> None:
     path = run / "checkpoints" / f"step_{step:07d}" / MANIFEST_FILE
     tree = json.loads(path.read_text())
     del tree["checksum"]
-    path.write_text(json.dumps({**tree, "format_version": 2}))
+    path.write_text(json.dumps({**tree, "format_version": 3}))
 
 
 def test_a_newer_version_is_refused_and_never_removed_nor_skipped(run: Path) -> None:
     _make_newer(run, 6)
     _make_newer(run, 2)
     root = run / "checkpoints"
-    with pytest.raises(NewerFormatError, match="format version 2, this hpc_train reads 1; use a newer hpc_train"):
+    with pytest.raises(NewerFormatError, match="format version 3, this hpc_train reads 2; use a newer hpc_train"):
         load_newest(root, plain_state.state(Alone(), None, ELEMENTS), single_world())
     assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
     assert _steps(run) == [2, 5, 6]
@@ -103,7 +103,7 @@ def test_a_manifest_without_a_checksum_of_its_own_is_read_and_a_wrong_one_is_not
     del tree["checksum"]
     path.write_text(json.dumps(tree))
     assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 6
-    path.write_text(text.replace('"num_updates": 6', '"num_updates": 7'))
+    path.write_text(text.replace('"num_updates":6', '"num_updates":7'))
     with pytest.raises(CheckpointError, match="is damaged: its checksum does not match"):
         read_manifest(path.parent)
     assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 5

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc_train.config import Config
 from hpc_train.plan.checkpoint_load import BoxTable, Places
-from hpc_train.plan.flat import boxes_of_range, lay_out
+from hpc_train.plan.flat import Box, boxes_of_range, lay_out
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, LocalParameter, ModelPart, TensorSplit, plan_parameters
 from hpc_train.plan.stages import stage_parts
@@ -56,6 +56,16 @@ def held_state(config: Config, mesh: Mesh, *, counted: bool) -> HeldState:
     )  # fmt: skip
     names = tuple(f"{prefix}.{plan.name}" for prefix in PREFIXES for plan in whole)
     return HeldState(names, boxes, np.tile(rank, times))
+
+
+def table_of(rows: Sequence[tuple[int, Box]], max_dims: int) -> BoxTable:
+    """From (tensor, box) pairs. max_dims: of any tensor."""
+    filled = np.empty((len(rows), 2 + 2 * max_dims), dtype=np.int64)
+    zeros, ones = (0,) * max_dims, (1,) * max_dims
+    for row, (tensor, box) in enumerate(rows):
+        count = len(box.sizes)
+        filled[row] = (tensor, count, *box.offsets, *zeros[count:], *box.sizes, *ones[count:])
+    return BoxTable(filled[:, 0], filled[:, 2 : 2 + max_dims], filled[:, 2 + max_dims :], filled[:, 1])
 
 
 def places_of(mesh: Mesh, gpus_per_node: int) -> Places:

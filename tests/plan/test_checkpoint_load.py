@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.plan.checkpoint_load import BoxTable, LoadPlan, Places, chunks_of, num_chunks, plan_load
+from hpc_train.plan.checkpoint_load import LoadPlan, Places, chunks_of, num_chunks, plan_load
 from hpc_train.plan.flat import Box, boxes_of_range
 from hpc_train.plan.mesh import Mesh
-from tests.plan.held_state import HeldState, held_state, places_of
+from tests.plan.held_state import HeldState, held_state, places_of, table_of
 from tests.train.trainers import make_config
 
 ITEM = 4
@@ -67,14 +67,14 @@ def _loads(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[tuple[int, Box]
 @given(_loads(), st.sampled_from([4, 24, 1 << 20]), st.booleans())
 def test_playing_all_ranks_deliveries_fills_all_needs_and_reads_each_byte_once(load, chunk_bytes, on_nodes) -> None:
     shapes, stored, needs, world_size = load
-    table = BoxTable.of(stored, 3)
+    table = table_of(stored, 3)
     holder = np.array([rank for _, _, rank in needs])
     places = Places(np.arange(world_size) // 2, np.arange(world_size) % 2)
     lies_on = np.arange(len(stored)) % (int(places.node[-1]) + 1) if on_nodes else None
     plan = plan_load(
         table,
         np.full(len(stored), ITEM),
-        BoxTable.of([(tensor, box) for tensor, box, _ in needs], 3),
+        table_of([(tensor, box) for tensor, box, _ in needs], 3),
         holder,
         places,
         chunk_bytes,
@@ -176,17 +176,15 @@ def test_replicas_read_a_share_each_spread_over_nodes_and_rails() -> None:
     """dp=4 on two nodes: each byte once, each rank a quarter, whether there are many boxes or one large one."""
     rows = 1 << 12
     whole = Box((0, 0), (rows, 1024))
-    needs = BoxTable.of([(0, whole)] * 4, 2)
+    needs = table_of([(0, whole)] * 4, 2)
     places = Places(np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]))
     cut = [(0, Box((first, 0), (rows // 16, 1024))) for first in range(0, rows, rows // 16)]
     for stored in ([(0, whole)], cut):
-        plan = plan_load(
-            BoxTable.of(stored, 2), np.full(len(stored), 4), needs, np.arange(4), places, chunk_bytes=1 << 16
-        )
+        plan = plan_load(table_of(stored, 2), np.full(len(stored), 4), needs, np.arange(4), places, chunk_bytes=1 << 16)
         assert plan.bytes_read.tolist() == [rows * 1024] * 4
         assert {len(delivery.ranks) for delivery in plan.deliveries(2)} == {4}
     two = [(0, Box((0, 0), (rows // 2, 1024))), (0, Box((rows // 2, 0), (rows // 2, 1024)))]
-    plan = plan_load(BoxTable.of(two, 2), np.full(2, 4), needs, np.arange(4), places, chunk_bytes=1 << 30)
+    plan = plan_load(table_of(two, 2), np.full(2, 4), needs, np.arange(4), places, chunk_bytes=1 << 30)
     readers = np.flatnonzero(plan.bytes_read).tolist()
     assert len({places.node[rank] for rank in readers}) == 2 and len({places.rail[rank] for rank in readers}) == 2
 
@@ -194,9 +192,7 @@ def test_replicas_read_a_share_each_spread_over_nodes_and_rails() -> None:
 def test_chains_enter_each_node_once() -> None:
     whole = Box((0,), (64,))
     places = Places(np.array([0, 1, 0, 1, 2, 2]), np.zeros(6, int))
-    plan = plan_load(
-        BoxTable.of([(0, whole)], 1), np.array([4]), BoxTable.of([(0, whole)] * 6, 1), np.arange(6), places
-    )
+    plan = plan_load(table_of([(0, whole)], 1), np.array([4]), table_of([(0, whole)] * 6, 1), np.arange(6), places)
     (delivery,) = plan.deliveries(5)
     nodes = [int(places.node[rank]) for rank in delivery.ranks]
     assert sorted(delivery.ranks) == list(range(6))
@@ -204,21 +200,19 @@ def test_chains_enter_each_node_once() -> None:
 
 
 def test_gaps_and_boxes_stored_twice_are_found() -> None:
-    need = BoxTable.of([(0, Box((0, 0), (4, 4))), (0, Box((4, 0), (4, 4)))], 2)
+    need = table_of([(0, Box((0, 0), (4, 4))), (0, Box((4, 0), (4, 4)))], 2)
     places = Places(np.zeros(2, int), np.arange(2))
     upper, lower = (0, Box((0, 0), (4, 4))), (0, Box((4, 0), (3, 4)))
-    plan = plan_load(BoxTable.of([upper, lower], 2), np.full(2, 4), need, np.arange(2), places)
+    plan = plan_load(table_of([upper, lower], 2), np.full(2, 4), need, np.arange(2), places)
     assert plan.gaps.tolist() == [1]
-    plan = plan_load(
-        BoxTable.of([upper, upper, (0, Box((4, 0), (4, 4)))], 2), np.full(3, 4), need, np.arange(2), places
-    )
+    plan = plan_load(table_of([upper, upper, (0, Box((4, 0), (4, 4)))], 2), np.full(3, 4), need, np.arange(2), places)
     assert plan.gaps.tolist() == [0]
 
 
 def test_of_a_box_that_is_needed_in_part_all_is_read_for_its_checksum() -> None:
     places = Places(np.zeros(2, int), np.arange(2))
-    needs = BoxTable.of([(0, Box((0, 0), (2, 8)))], 2)
-    stored = BoxTable.of([(0, Box((0, 0), (64, 8))), (0, Box((64, 0), (64, 8)))], 2)
+    needs = table_of([(0, Box((0, 0), (2, 8)))], 2)
+    stored = table_of([(0, Box((0, 0), (64, 8))), (0, Box((64, 0), (64, 8)))], 2)
     plan = plan_load(stored, np.full(2, 4), needs, np.array([1]), places, chunk_bytes=32)
     assert plan.bytes_read.tolist() == [0, 64 * 8 * 4]
     assert sum(delivery.box.num_elements for delivery in plan.deliveries(1)) == 16
