@@ -12,16 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from hpc_train.checkpoint import command
+from hpc_train.checkpoint.convert_hf import convert
 from hpc_train.checkpoint.folder import steps_newest_first
 from hpc_train.checkpoint.location import Location, locate
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.run_location import CLAIM_FILE, open_location, run_location
+from hpc_train.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
 from hpc_train.checkpoint.store import Patience, StoreError
-from hpc_train.errors import CheckpointError
+from hpc_train.cli import main
+from hpc_train.errors import CheckpointError, ConfigError
 from tests.bench import bench_checkpoint_load
 from tests.checkpoint import plain_state
+from tests.checkpoint.hf_folders import make_hf_folder
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.runs import resume, train_and_save
@@ -254,6 +259,30 @@ def test_a_kill_at_any_moment_leaves_the_newest_complete_one(folder: Location) -
     plain_state.save(Alone(), folder, found[-1] + 1, ELEMENTS, keep=2)
     assert plain_state.load(Alone(), folder, ELEMENTS) == found[-1] + 1
     assert _hidden(folder) == [] and len(_steps(folder)) <= 2
+
+
+def test_models_are_converted_from_and_to_hdfs(folder: Location, tmp_path: Path) -> None:
+    """There and back again: Hugging Face's files and torch's layout, each read from HDFS and written there."""
+    hf = make_hf_folder(tmp_path, "llama")
+    (hf / "tokenizer.json").write_text("{}")
+    convert(hf, folder / "ours")
+    convert(folder / "ours", folder / "one", to="dcp")
+    convert(folder / "one", folder / "hf", max_shard_bytes=4000)
+    assert {"config.json", INDEX_FILE} <= {entry.name for entry in (folder / "hf").entries()}
+    (folder / "one" / MANIFEST_FILE).remove()  # what is left is torch's alone
+    model = yaml.safe_load((folder / "one" / "model.yaml").read_text())
+    run = {"name": "x", "train": {"steps": 1, "global_batch_size": 1}, "optimizer": {"lr": 0.1}}
+    model["data"]["train"] = [{"prefix": "none"}]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**model, **run}))
+    convert(folder / "one", folder / "again", config=str(tmp_path / "config.yaml"))
+    convert(folder / "again", folder / "hf2")
+    assert (folder / "hf2" / SINGLE_FILE).entry().num_bytes == (hf / SINGLE_FILE).stat().st_size
+    assert main(["ckpt", "convert", str(folder / "ours"), str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back" / SINGLE_FILE).read_bytes() == (hf / SINGLE_FILE).read_bytes()
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match="lies inside a checkpoint"):
+        convert(hf, folder / "ours" / "inside")
+    assert _hidden(folder) == []
 
 
 # Loads
