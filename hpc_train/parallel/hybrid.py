@@ -60,16 +60,16 @@ def check_pieces(batches: Sequence[PieceBatch], chunks: Sequence[Transformer]) -
     """Refuse what a plan may ask for and a rank with these model chunks cannot carry out.
 
     Raises:
-        ConfigError: rings or offloading on virtual stages; offloading beside recomputation.
+        ConfigError: offloading with several model chunks, or beside recomputation.
     """
-    has_rings = any(batch.micro_batch.ring is not None for batch in batches)
-    has_offload = any(batch.micro_batch.offload_milli for batch in batches)
-    if (has_rings or has_offload) and len(chunks) > 1:
+    if not any(batch.micro_batch.offload_milli for batch in batches):
+        return
+    if len(chunks) > 1:
         raise ConfigError(
-            f"a batch plan with rings or offloading on ranks of {len(chunks)} model chunks: interleaved pipelines with "
-            "different numbers of micro-batches meet their rings in different orders. Use parallel.virtual_stages=1"
+            f"a batch plan that offloads activations, on ranks of {len(chunks)} model chunks, each of whose last two "
+            "layers would stay. Use parallel.virtual_stages=1, or plan without offloading"
         )
-    if has_offload and any(_is_recomputed(chunk) for chunk in chunks):
+    if any(_is_recomputed(chunk) for chunk in chunks):
         raise ConfigError(
             "a batch plan that offloads activations, which train.recompute does not save in the first place. Use "
             "train.recompute=none, or plan without offloading"

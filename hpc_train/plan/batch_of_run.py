@@ -41,7 +41,9 @@ def set_up_batches(
     ranks = HdpRanks.make(np.full(mesh.dp * mesh.cp, hdp.capacity_tokens), speeds, places)
     longest, most_tokens = config.data.seq_len, config.train.global_batch_size * config.data.seq_len
     costs = finest_costs(partial(profile.costs, config, mesh), ranks, longest, most_tokens)
-    return BatchSetup(hdp.planner, longest, ranks, costs, most_layers(config, mesh), mesh.pp)
+    return BatchSetup(
+        hdp.planner, longest, ranks, costs, most_layers(config, mesh), mesh.pp, config.parallel.virtual_stages
+    )
 
 
 def check_hdp(config: Config, mesh: Mesh) -> HdpConfig:
@@ -57,10 +59,11 @@ def check_hdp(config: Config, mesh: Mesh) -> HdpConfig:
             "batches are planned for hybrid data parallelism, and the configuration has no parallel.hdp. Give "
             "parallel.hdp.capacity_tokens=TOKENS, what a rank's micro-batch may have; see docs/concepts/long-context.md"
         )
-    if config.parallel.virtual_stages > 1:
+    if hdp.offload and config.parallel.virtual_stages > 1:
         raise ConfigError(
-            f"parallel.virtual_stages={config.parallel.virtual_stages} does not go with parallel.hdp: interleaved "
-            "pipelines with different numbers of micro-batches meet their rings in different orders. Use 1"
+            f"parallel.hdp.offload does not go with parallel.virtual_stages={config.parallel.virtual_stages}: the last "
+            "two layers of each model chunk would stay on the device, which planning does not know. Use "
+            "parallel.virtual_stages=1, or parallel.hdp.offload=false"
         )
     if hdp.offload and config.train.recompute != "none":
         raise ConfigError(

@@ -26,6 +26,9 @@ class BatchSetup:
 
     planner: by its name. longest: tokens of a sequence at most. num_layers: of the ranks that have most; costs are of
     one of them. num_stages: of a pipeline, which has at least as many micro-batches, empty ones if need be.
+    virtual_stages: model chunks a stage. With more than one, micro-batches go through them in groups that depend on
+    their number; so all ranks then have equally many, and rings the same place in their members' lists. All pipelines
+    have one list of actions, and no ring waits in a circle.
     """
 
     planner: str
@@ -34,6 +37,7 @@ class BatchSetup:
     costs: BatchCosts
     num_layers: int
     num_stages: int = 1
+    virtual_stages: int = 1
 
     def problem(self, step: int, lengths: Sequence[int]) -> BatchProblem:
         """Raises ConfigError: all ranks together cannot hold a sequence."""
@@ -46,7 +50,10 @@ class BatchSetup:
     def plan_with(self, name: str, problem: BatchProblem) -> BatchTable:
         """The same with another planner."""
         table = self.planner_named(name).plan(problem)
-        return replace(table, num_micro_batches=np.maximum(table.num_micro_batches, self.num_stages))
+        counts = np.maximum(table.num_micro_batches, self.num_stages)
+        return replace(
+            table, num_micro_batches=np.full_like(counts, counts.max()) if self.virtual_stages > 1 else counts
+        )
 
     def planner_named(self, name: str) -> BatchPlanner:
         """static, with rings of one size, the least that holds the longest sequence; naive; or balanced."""
@@ -55,7 +62,8 @@ class BatchSetup:
         if name == "naive":
             return NaivePlanner()
         assert name == "balanced", name
-        return BalancedPlanner() if self.num_stages == 1 else BalancedPlanner("pp", self.num_stages)
+        has_one_chunk = self.num_stages == self.virtual_stages == 1
+        return BalancedPlanner() if has_one_chunk else BalancedPlanner("pp", self.num_stages)
 
     def to_json(self) -> dict[str, Any]:
         """For the node agents."""
@@ -76,6 +84,7 @@ class BatchSetup:
             "offload": None if offload is None else [offload.num_layers, offload.copy_per_token],
             "num_layers": self.num_layers,
             "num_stages": self.num_stages,
+            "virtual_stages": self.virtual_stages,
         }
 
     @staticmethod
@@ -90,4 +99,5 @@ class BatchSetup:
             BatchCosts(attention, linear, ring, step, constant, offload),
             document["num_layers"],
             document["num_stages"],
+            document["virtual_stages"],
         )

@@ -11,14 +11,12 @@ import torch
 
 from hpc_train.config import Config
 from hpc_train.plan.batch import BatchPlan
-from hpc_train.plan.batch_balanced import BalancedPlanner
 from hpc_train.plan.batch_check import check_batch_plan
 from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts
-from hpc_train.plan.batch_naive import NaivePlanner
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.batch_play import check_rings
-from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks
-from hpc_train.plan.batch_static import StaticPlanner
+from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
+from hpc_train.plan.batch_setup import BatchSetup
 from hpc_train.plan.batch_table import BatchTable
 from hpc_train.plan.schedule_orders import Kind, plan_schedule
 from hpc_train.train.step import Trainer
@@ -49,6 +47,8 @@ class PieceCase:
     dropout: float = 0.0
     capacity: int = 24
     offload: bool = False
+    virtual_stages: int = 1
+    num_layers: int = NUM_LAYERS
 
     @property
     def world_size(self) -> int:
@@ -70,36 +70,31 @@ class PieceCase:
     def config(self) -> Config:
         parallel: dict[str, object] = {
             "pp": self.pp, "dp": self.dp, "tp": self.tp, "sequence_parallel": self.sequence_parallel,
-            "tp_tiles": self.tp_tiles, "schedule": self.schedule,
+            "tp_tiles": self.tp_tiles, "schedule": self.schedule, "virtual_stages": self.virtual_stages,
         }  # fmt: skip
-        windows = [None, 7, 30]
+        windows = [None, 7, 30, None][: self.num_layers]
         model = {
-            **MODELS[self.model], "num_layers": NUM_LAYERS, "hidden_size": 48, "num_heads": 24, "dropout": self.dropout,
-            "init_std": 0.2, "block": self.block, "attention_window": windows,
+            **MODELS[self.model], "num_layers": self.num_layers, "hidden_size": 48, "num_heads": 24,
+            "dropout": self.dropout, "init_std": 0.2, "block": self.block, "attention_window": windows,
         }  # fmt: skip
         return make_config(model, parallel, seq_len=max(self.longest, 30), recompute=self.recompute)
-
-
-def planner_of(case: PieceCase) -> BatchPlanner:
-    if case.planner == "static":
-        return StaticPlanner(case.longest)
-    if case.planner == "naive":
-        return NaivePlanner()
-    return BalancedPlanner(strategy="pp", num_stages=case.pp) if case.pp > 1 else BalancedPlanner()
 
 
 def planned(case: PieceCase, step: int) -> BatchTable:
     """A step's plan, which the checkers that know no planner have found sound."""
     ranks = HdpRanks.alike(case.dp, case.capacity)
     lengths, costs = case.lengths(step), OFFLOAD_COSTS if case.offload else COSTS
-    table = planner_of(case).plan(BatchProblem.make(step, lengths, ranks, costs, block_tokens=2))
+    setup = BatchSetup(case.planner, case.longest, ranks, costs, case.num_layers, case.pp, case.virtual_stages)
+    table = setup.plan_with(case.planner, BatchProblem.make(step, lengths, ranks, costs, block_tokens=2))
     check_plan_of(table.plan(), lengths, case)
     return table
 
 
 def check_plan_of(plan: BatchPlan, lengths: Sequence[int], case: PieceCase) -> None:
-    check_batch_plan(plan, lengths, [case.capacity] * case.dp, num_layers=NUM_LAYERS, is_aligned=case.pp > 1)
-    check_rings(plan, [plan_schedule(case.schedule, case.pp, len(micro_batches)) for micro_batches in plan.ranks])
+    is_aligned = case.pp * case.virtual_stages > 1
+    check_batch_plan(plan, lengths, [case.capacity] * case.dp, num_layers=case.num_layers, is_aligned=is_aligned)
+    counts = [len(micro_batches) for micro_batches in plan.ranks]
+    check_rings(plan, [plan_schedule(case.schedule, case.pp, count, case.virtual_stages) for count in counts])
 
 
 def documents(step: int, lengths: Sequence[int]) -> list[TestBatch]:

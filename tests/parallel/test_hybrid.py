@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from hpc_train.errors import ConfigError
-from hpc_train.plan.batch import MicroBatch, Ring, SequenceSlice
+from hpc_train.plan.batch import MicroBatch, SequenceSlice
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.batch_table import BatchTable
 from tests.parallel.meshes import MODELS, Trace, assembled
 from tests.parallel.pieces import PieceCase, planned, train_pieces
 from tests.ranks import TestRank, run_ranks
-from tests.train.trainers import make_config, make_trainer
+from tests.train.trainers import TREES, make_config, make_trainer
 
 PLANNERS = ("static", "naive", "balanced")
 CASES = [
@@ -32,6 +32,7 @@ CASES = [
     PieceCase(1, 2, 2, "naive", "gpt", 8, recompute="full"),
     PieceCase(2, 2, 1, "balanced", "llama-gqa", 9, recompute="selective"),
     PieceCase(2, 2, 1, "naive", "gpt", 10, schedule="zero_bubble", dropout=0.2),
+    PieceCase(2, 2, 1, "balanced", "llama-gqa", 12, virtual_stages=2, num_layers=4),
 ]
 
 
@@ -63,6 +64,12 @@ def _by_hand() -> Pair:
     return PieceCase(1, 4, 1, "by hand", "gpt"), [table]
 
 
+def _every_short_length() -> Pair:
+    """FC-82, FC-87: 1 to 17 tokens on a ring of two, whose rows tp=2 shares; some have no supervised token."""
+    case = PieceCase(1, 2, 2, "by hand", "llama-gqa", sequence_parallel=True)
+    return case, [_table([*range(1, 18)], [([*range(17)], [1, 0])], 2)]
+
+
 def _with_plans(case: PieceCase, num_steps: int) -> Pair:
     tables = [planned(case, step) for step in range(1, num_steps + 1)]
     assert any(table.offload_milli.any() for table in tables) == case.offload
@@ -72,7 +79,7 @@ def _with_plans(case: PieceCase, num_steps: int) -> Pair:
 @cache
 def _pairs() -> list[Pair]:
     """Two steps, the second one with other lengths."""
-    return [*(_with_plans(case, 2) for case in CASES), _by_hand()]
+    return [*(_with_plans(case, 2) for case in CASES), _by_hand(), _every_short_length()]
 
 
 def _on_one_rank(pair: Pair) -> Pair:
@@ -80,7 +87,7 @@ def _on_one_rank(pair: Pair) -> Pair:
     case, tables = pair
     alone = PieceCase(
         1, 1, 1, case.planner, case.model, case.seed, block=case.block, dropout=case.dropout,
-        capacity=case.capacity * case.dp,
+        capacity=case.capacity * case.dp, num_layers=case.num_layers,
     )  # fmt: skip
     return alone, tables
 
@@ -124,7 +131,7 @@ def test_in_fp64_pieces_give_each_parameter_one_rank_s_gradient(world_size: int)
 def _long_cases(world_size: int) -> list[PieceCase]:
     meshes = [(1, world_size, 1), (1, world_size // 2, 2), (2, world_size // 2, 1)]
     if world_size == 8:
-        meshes.append((2, 2, 2))
+        meshes += [(2, 2, 2), (4, 2, 1)]
     seeds = itertools.count(100 * world_size)
     return [
         PieceCase(
@@ -138,6 +145,8 @@ def _long_cases(world_size: int) -> list[PieceCase]:
             block=("serial", "parallel")[seed // 2 % 2],
             schedule="zero_bubble" if mesh[0] > 1 and seed % 2 else "1f1b",
             dropout=0.2 * (seed // 3 % 2),
+            virtual_stages=2 if mesh[0] == 2 and seed % 3 == 0 else 1,
+            num_layers=4,
         )
         for mesh in meshes
         for planner in PLANNERS
@@ -165,25 +174,27 @@ def test_in_fp32_losses_are_those_of_one_rank() -> None:
         np.testing.assert_allclose(trace.figures, reference.figures, rtol=1e-5)
 
 
-RING = MicroBatch((SequenceSlice(0, 0, 1),), Ring((0, 1), 0))
 OFFLOADED = MicroBatch((SequenceSlice(0, 0, 1),), offload_milli=300)
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "virtual_stages", "recompute", "words"),
-    [
-        (RING, 2, "none", "virtual_stages=1"),
-        (OFFLOADED, 2, "none", "virtual_stages=1"),
-        (OFFLOADED, 1, "selective", "recompute=none"),
-        (OFFLOADED, 1, "full", "recompute=none"),
-    ],
+    ("virtual_stages", "recompute", "words"),
+    [(2, "none", "virtual_stages=1"), (1, "selective", "recompute=none"), (1, "full", "recompute=none")],
 )
-def test_what_a_rank_cannot_carry_out_is_refused(
-    micro_batch: MicroBatch, virtual_stages: int, recompute: str, words: str
-) -> None:
+def test_offloading_that_a_rank_cannot_carry_out_is_refused(virtual_stages: int, recompute: str, words: str) -> None:
     model = {**MODELS["gpt"], "num_layers": 2, "hidden_size": 48, "num_heads": 24}
     config = make_config(model, {"virtual_stages": virtual_stages}, recompute=recompute)
     trainer = make_trainer(TestRank(0, 1, None, None), config)  # type: ignore[arg-type]
-    batch = PieceBatch(0, micro_batch, (1,), *np.zeros((2, 1), np.int64))
+    batch = PieceBatch(0, OFFLOADED, (1,), *np.zeros((2, 1), np.int64))
     with pytest.raises(ConfigError, match=words):
         trainer.step(1, [batch], lr=1e-3)
+
+
+def test_a_step_without_tokens_is_skipped() -> None:
+    """FC-87: this rank's one empty micro-batch is all there is."""
+    trainer = make_trainer(TestRank(0, 1, None, None), make_config(TREES["gpt"]))  # type: ignore[arg-type]
+    before = [parameter.clone() for parameter in trainer.pipeline.chunks[0].parameters()]
+    result = trainer.step(1, [PieceBatch(0, MicroBatch(()), (), *np.zeros((2, 0), np.int64))], lr=1e-3)
+    assert result.skipped and (result.loss, result.num_tokens, result.mean_length) == (0.0, 0, 0.0)
+    after = trainer.pipeline.chunks[0].parameters()
+    assert all(torch.equal(mine, parameter) for mine, parameter in zip(before, after, strict=True))

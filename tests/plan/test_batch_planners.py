@@ -17,6 +17,7 @@ from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts
 from hpc_train.plan.batch_naive import NaivePlanner, best_fit, deal
 from hpc_train.plan.batch_play import check_rings
 from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks, lower_bound
+from hpc_train.plan.batch_setup import BatchSetup
 from hpc_train.plan.batch_static import StaticPlanner, smallest_cp
 from hpc_train.plan.batch_times import model_times, ring_tokens
 from hpc_train.plan.schedule_orders import plan_schedule
@@ -106,6 +107,36 @@ def test_pipelines_that_meet_in_aligned_rings_never_wait_in_a_circle(problem, nu
     plan = BalancedPlanner(strategy="pp", num_stages=num_stages).plan(problem).plan()
     assert min(map(len, plan.ranks)) >= num_stages
     check_rings(plan, [plan_schedule(kind, num_stages, len(micro_batches)) for micro_batches in plan.ranks])
+
+
+@given(
+    problem=problems(most_ranks=6),
+    name=st.sampled_from(["static", "naive", "balanced"]),
+    num_stages=st.integers(1, 4),
+    virtual_stages=st.integers(2, 3),
+    kind=st.sampled_from(["1f1b", "zero_bubble"]),
+)
+@settings(max_examples=40)
+def test_interleaved_pipelines_never_wait_in_a_circle(problem, name, num_stages, virtual_stages, kind):
+    longest = max(1, int(problem.lengths.max(initial=1)))
+    setup = BatchSetup(name, longest, problem.ranks, problem.costs, 1, num_stages, virtual_stages)
+    try:
+        plan = check(setup.plan_with(name, problem), problem, is_aligned=True)
+    except ConfigError:
+        assert name != "balanced"  # whose rings hold whatever the ranks can
+        return
+    counts = [len(micro_batches) for micro_batches in plan.ranks]
+    check_rings(plan, [plan_schedule(kind, num_stages, count, virtual_stages) for count in counts])
+
+
+def test_interleaved_pipelines_with_unequal_numbers_of_micro_batches_wait_in_a_circle():
+    """Why they get equally many: with them a ring's members come to it and to the next one in different orders."""
+    problem = make_problem([16, 16, 8, 3, 3], HdpRanks.alike(3, 8))
+    table = BalancedPlanner(strategy="pp", num_stages=2).plan(problem)
+    plan, counts = table.plan(), table.num_micro_batches.tolist()
+    assert len({*counts}) > 1
+    with pytest.raises(ConfigError, match="deadlock"):
+        check_rings(plan, [plan_schedule("1f1b", 2, count, 2) for count in counts])
 
 
 @given(problem=problems())

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpc_train.config import Config
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_check import check_batch_plan
 from hpc_train.plan.batch_cost import TICK_S
@@ -111,6 +112,13 @@ def test_pipelines_get_as_many_micro_batches_as_stages() -> None:
     assert any("what stages wait" in note for note in report.notes)
 
 
+def test_interleaved_pipelines_get_equally_many_micro_batches() -> None:
+    mesh, parallel = Mesh(pp=2, dp=8, cp=1, tp=2), {"pp": 2, "virtual_stages": 2}
+    for planner in ("balanced", "naive", "static"):
+        counts = make_batch_report(mesh, hdp={"planner": planner}, parallel=parallel).planned.table.num_micro_batches
+        assert counts.min() == counts.max() >= 2
+
+
 def test_nodes_of_other_speed_get_less() -> None:
     config = hdp_config()
     profile = measured(config, speeds={"n1": 0.5})
@@ -119,7 +127,12 @@ def test_nodes_of_other_speed_get_less() -> None:
 
 
 def test_agents_plan_alike_from_what_they_are_sent() -> None:
-    config = hdp_config(hdp={"offload": True}, train={"recompute": "none"})
+    offload = hdp_config(hdp={"offload": True}, train={"recompute": "none"})
+    for config in (offload, hdp_config(parallel={"virtual_stages": 2})):
+        _check_agents(config)
+
+
+def _check_agents(config: Config) -> None:
     setup = set_up_batches(config, MESH, measured(config, speeds={"n2": 0.7}), [f"n{rank // 4}" for rank in range(12)])
     received = BatchSetup.from_json(json.loads(json.dumps(setup.to_json())))
     for step in range(3):
@@ -157,7 +170,8 @@ def test_times_too_far_apart_for_64_bits_are_refused_with_what_they_are() -> Non
          "offload has no effect with parallel.hdp.planner=static, .* Leave it out, or use another planner"),
         ({"hdp": {"planner": "static", "capacity_tokens": 1000}}, "or parallel.hdp.offload=true with planner=balanced"),
         ({"hdp": {"offload": True}}, "train.recompute=selective does not keep. Use train.recompute=none"),
-        ({"parallel": {"pp": 2, "virtual_stages": 2}}, "virtual_stages=2 does not go with parallel.hdp"),
+        ({"hdp": {"offload": True}, "parallel": {"pp": 2, "virtual_stages": 2}, "train": {"recompute": "none"}},
+         "offload does not go with parallel.virtual_stages=2: .* Use parallel.virtual_stages=1, or parallel.hdp.off"),
         ({"hdp": {"capacity_tokens": 1000}},
          "data.seq_len=65536 is longer than what 12 hdp ranks of parallel.hdp.capacity_tokens=1000 hold together at "
          "offload ratio 0, 12000 tokens. Use 66 ranks, capacity_tokens=5462, data.seq_len=12000"),
