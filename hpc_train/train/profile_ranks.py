@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = build_groups(world)
     try:
         world.agree(_too_few(groups.mesh))
-        report = world.control.all_gather(_measure(config, groups, world.device, options.repeats, world.node))
+        report = world.control.all_gather(measure_rank(config, groups, world.device, options.repeats, world.node))
         profile, error = None, None
         if world.rank == 0:
             try:
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(config: Config, groups: Groups, device: torch.device, repeats: int, node: str) -> dict[str, Any]:
-    """This rank's times, as JSON."""
+def measure_rank(config: Config, groups: Groups, device: torch.device, repeats: int, node: str) -> dict[str, Any]:
+    """This rank's times, as JSON. Collective over all ranks, the hdp axis having two at least."""
     hdp, tp = groups.along("dp"), groups.mesh.tp
     longest = micro_batch_shape(config)[1]
     split = TensorSplit(tp, groups.coords["tp"], config.parallel.sequence_parallel)
