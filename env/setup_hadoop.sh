@@ -10,6 +10,7 @@ set -euo pipefail
 python=
 out=
 spark=2.4.8
+pydoop=2.0.0
 jars=(
     'hadoop-annotations-*' 'hadoop-auth-*' 'hadoop-common-*' 'hadoop-hdfs-*' 'jetty-6*' 'jetty-util-6*'
     'javax.servlet-api-*' 'htrace-core-*' 'protobuf-java-2.5*' 'xmlenc-*' 'commons-cli-*' 'commons-codec-*'
@@ -39,8 +40,45 @@ if [[ -n ${HADOOP_HOME:-} ]]; then
     say "HADOOP_HOME=$HADOOP_HOME is used"
     exit 0
 fi
+# libhdfs, Hadoop's client in C, is in no registry either, but its source is in pydoop's source distribution (0.7 MB);
+# pyarrow, which calls it, lies beside the environment, so that nothing else there begins to use it.
+build_libhdfs() {
+    local headers tools
+    for headers in "${JAVA_HOME:-/none}" /usr/lib/jvm/*; do
+        [[ -f $headers/include/jni.h && -f $headers/lib/server/libjvm.so ]] && break
+    done
+    if [[ ! -f $headers/include/jni.h ]] || ! command -v gcc >/dev/null; then
+        say "no JDK with jni.h, or no gcc: libhdfs is not built, and its test is skipped"
+        return
+    fi
+    tools=$(mktemp -d)
+    # pydoop asks for pkg_resources, which setuptools has no more.
+    if ! { "$python" -m pip install -qq --disable-pip-version-check --target "$tools/old" 'setuptools<80' &&
+        JAVA_HOME=$headers PYTHONPATH=$tools/old "$python" -m pip download -qq --disable-pip-version-check --no-deps \
+            --no-binary pydoop --no-build-isolation --dest "$tools" "pydoop==$pydoop" &&
+        "$python" -m pip install -qq --disable-pip-version-check --no-deps --target "$out/python.new" "pyarrow>=16"; }; then
+        say "pydoop $pydoop or pyarrow cannot be fetched: libhdfs is not built, and its test is skipped"
+        rm -rf "$tools" "$out/python.new"
+        return
+    fi
+    tar -xzf "$tools/pydoop-$pydoop.tar.gz" -C "$tools" --strip-components 2 --wildcards '*/src/libhdfs/*'
+    mkdir -p "$out/native"
+    (
+        cd "$tools/libhdfs"
+        gcc -O1 -w -shared -fPIC -D_GNU_SOURCE -I. -Iinclude -Iinclude/hdfs -Ios -Ios/posix -Icommon \
+            -I"$headers/include" -I"$headers/include/linux" -o libhdfs.so \
+            hdfs.c exception.c jni_helper.c common/htable.c os/posix/*.c -L"$headers/lib/server" -ljvm -lpthread
+    )
+    rm -rf "$out/python"
+    mv -T "$out/python.new" "$out/python"
+    mv -T "$tools/libhdfs/libhdfs.so" "$out/native/libhdfs.so"
+    rm -rf "$tools"
+    say "libhdfs and pyarrow are in $out"
+}
+
 if [[ -f $out/complete ]]; then
     say "present: $out"
+    [[ -f $out/native/libhdfs.so ]] || build_libhdfs
     exit 0
 fi
 debian=()
@@ -67,4 +105,5 @@ rm -rf "$out"
 mkdir -p "$(dirname "$out")"
 mv -T "$work/jars" "$out"
 touch "$out/complete"
+build_libhdfs
 say "$out is ready after $((SECONDS - start)) s ($(du -sm "$out" | cut -f1) MB)"

@@ -151,6 +151,13 @@ def _hdfs_native(authority: str) -> Backend:
     return HdfsNativeBackend(authority)
 
 
+def _libhdfs(authority: str) -> Backend:
+    from hpc_train.checkpoint.libhdfs_store import LibHdfsBackend
+    from hpc_train.cluster.environment import process_env
+
+    return LibHdfsBackend(authority, process_env())
+
+
 def _webhdfs(scheme: str) -> Callable[[str], Backend]:
     def connect(authority: str) -> Backend:
         from hpc_train.checkpoint.webhdfs_store import WebHdfsBackend
@@ -164,6 +171,7 @@ def _webhdfs(scheme: str) -> Callable[[str], Backend]:
 _CONNECTORS: dict[str, Callable[[str], Backend]] = {
     "file": _local,
     "hdfs": _hdfs_native,
+    "libhdfs": _libhdfs,
     "webhdfs": _webhdfs("webhdfs"),
     "swebhdfs": _webhdfs("swebhdfs"),
 }

@@ -7,6 +7,7 @@ on one address and in one folder; the processes die with us.
 from __future__ import annotations
 
 import atexit
+import glob
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -52,6 +53,18 @@ def skip_reason() -> str | None:
     except ImportError as problem:
         return f"hdfs-native does not import: {problem}"
     return None
+
+
+def libhdfs_skip_reason() -> str | None:
+    """Why Hadoop's own client cannot be used from Python here; None where it can."""
+    if not (_libhdfs_folder() / "libhdfs.so").is_file():
+        return f"no libhdfs.so in {_libhdfs_folder()} (env/setup_hadoop.sh)"
+    return None if (HADOOP_JARS / "python" / "pyarrow").is_dir() else "no pyarrow (env/setup_hadoop.sh)"
+
+
+def _libhdfs_folder() -> Path:
+    home = os.environ.get("HADOOP_HOME")
+    return Path(home) / "lib" / "native" if home else HADOOP_JARS / "native"
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,21 @@ class HdfsCluster:
     """One HDFS with two copies of each block, in blocks of 4 MiB. Its superuser is the user that runs the tests.
 
     address, enter: where it serves, and the words before a command that bring it to where that address is its own.
+    core, hdfs: further settings of its configuration. java_options: of every process.
     """
 
-    def __init__(self, num_data_nodes: int = 2, address: str = "127.0.0.1", enter: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        num_data_nodes: int = 2,
+        address: str = "127.0.0.1",
+        enter: Sequence[str] = (),
+        *,
+        core: Mapping[str, object] | None = None,
+        hdfs: Mapping[str, object] | None = None,
+        java_options: Sequence[str] = (),
+    ) -> None:
         self._num_data_nodes, self._address, self._enter = num_data_nodes, address, list(enter)
+        self._core, self._hdfs, self._java_options = core or {}, hdfs or {}, list(java_options)
         java = find_java()
         assert java is not None, "no Java: mark the test `hdfs`"
         self._java = java
@@ -169,6 +193,17 @@ class HdfsCluster:
                 raise RuntimeError(f"HDFS is not as wanted after {_START_S:.0f} s\n{self.last_words()}")
             time.sleep(0.05)
 
+    def libhdfs_environment(self) -> dict[str, str]:
+        """What a process needs to use this HDFS through libhdfs; a JVM in a process takes no patterns of jars."""
+        jars = [path for part in self.class_path.split(os.pathsep) for path in sorted(glob.glob(part)) or [part]]
+        return {
+            "CLASSPATH": os.pathsep.join(jars),
+            "JAVA_HOME": str(Path(self._java.program).parents[1]),
+            "ARROW_LIBHDFS_DIR": str(_libhdfs_folder()),
+            "LIBHDFS_OPTS": " ".join([*_JVM, *self._modules()]),
+            "PYTHONPATH": os.pathsep.join([str(HADOOP_JARS / "python"), os.environ.get("PYTHONPATH", "")]),
+        }
+
     # What an administrator does
 
     def admin(self, *words: str) -> str:
@@ -217,12 +252,26 @@ class HdfsCluster:
         process.wait()
 
     def _command(self, main_class: str, *words: str) -> list[str]:
+        return [
+            *self._enter,
+            self._java.program,
+            *_JVM,
+            *self._modules(),
+            *self._java_options,
+            "-cp",
+            self.class_path,
+            main_class,
+            *words,
+        ]
+
+    def _modules(self) -> list[str]:
+        if self._java.release <= 8:
+            return []
         opened = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in _OPENED]
         opened += ["--add-opens=java.base/sun.nio.ch=ALL-UNNAMED"]
         for kind in ("exports", "opens"):
             opened.append(f"--add-{kind}=java.security.jgss/sun.security.krb5=ALL-UNNAMED")
-        modules = opened if self._java.release > 8 else []
-        return [*self._enter, self._java.program, *_JVM, *modules, "-cp", self.class_path, main_class, *words]
+        return opened
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name != "JAVA_TOOL_OPTIONS"}
@@ -278,7 +327,7 @@ class HdfsCluster:
             "dfs.webhdfs.enabled": "true",
             "dfs.permissions.enabled": "true",
         }
-        for name, settings in (("core-site.xml", core), ("hdfs-site.xml", hdfs)):
+        for name, settings in (("core-site.xml", core | self._core), ("hdfs-site.xml", hdfs | self._hdfs)):
             (self.conf_folder / name).write_text(_xml(settings))
         (self.conf_folder / "log4j.properties").write_text(_LOGGING)
         (self.conf_folder / "hadoop-metrics2.properties").write_text(f"*.period={_METRICS_PERIOD_S}\n")

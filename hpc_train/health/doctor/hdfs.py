@@ -36,7 +36,7 @@ def find_setup(env: Mapping[str, str], url: str | None = None) -> HdfsSetup | No
     kerberos = settings.get("hadoop.security.authentication", "").lower() == "kerberos"
     source = "--hdfs" if url else f"{folder}/core-site.xml"
     url = url or settings.get("fs.defaultFS") or settings.get("fs.default.name")
-    if not url or urlsplit(url).scheme not in ("hdfs", "webhdfs", "swebhdfs"):
+    if not url or urlsplit(url).scheme not in ("hdfs", "libhdfs", "webhdfs", "swebhdfs"):
         if env.get("HADOOP_CONF_DIR") and not settings:
             problem = f"HADOOP_CONF_DIR={env['HADOOP_CONF_DIR']} holds no readable core-site.xml"
             return HdfsSetup(source, "", (), kerberos, problem)
@@ -134,7 +134,7 @@ def _name_nodes(url: str, settings: Mapping[str, str]) -> tuple[tuple[str, int],
     if ids := settings.get(f"dfs.ha.namenodes.{name}"):
         texts = [settings.get(f"dfs.namenode.rpc-address.{name}.{item.strip()}", "") for item in ids.split(",")]
         return tuple(_address(text, _RPC_PORT) for text in texts if text)
-    default = {"hdfs": _RPC_PORT, "webhdfs": _HTTP_PORT, "swebhdfs": _HTTPS_PORT}[parts.scheme]
+    default = {"hdfs": _RPC_PORT, "libhdfs": _RPC_PORT, "webhdfs": _HTTP_PORT, "swebhdfs": _HTTPS_PORT}[parts.scheme]
     return ((service, parts.port or default),) if service else ()
 
 
