@@ -19,6 +19,7 @@ from typing import Any
 
 from hpc_train.checkpoint.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
+from hpc_train.cluster.environment import tell_libraries
 from hpc_train.errors import ConfigError
 
 try:
@@ -54,15 +55,16 @@ _process_of_jvm: int | None = None
 
 
 class LibHdfsBackend(Backend):
-    """authority: HOST:PORT of a name node, the name of a service, or "" for what Hadoop's configuration says."""
+    """authority: HOST:PORT of a name node, the name of a service, or "" for what Hadoop's configuration says.
+
+    env: this process's environment.
+    """
 
     def __init__(self, authority: str, env: Mapping[str, str]) -> None:
         _require_own_jvm()
-        # libhdfs reads both when the JVM starts.
-        if not env.get("CLASSPATH"):
-            os.environ["CLASSPATH"] = _class_path(env)
-        if _LEAVE_SIGNALS not in env.get("LIBHDFS_OPTS", ""):
-            os.environ["LIBHDFS_OPTS"] = f"{env.get('LIBHDFS_OPTS', '')} {_LEAVE_SIGNALS}".strip()
+        options = f"{env.get('LIBHDFS_OPTS', '')} {_LEAVE_SIGNALS}".strip()
+        # libhdfs looks for both when the JVM starts.
+        tell_libraries({"CLASSPATH": env.get("CLASSPATH") or _class_path(env), "LIBHDFS_OPTS": options})
         host, _, port = authority.rpartition(":") if ":" in authority else (authority, "", "0")
         # As many copies of a block as Hadoop's configuration says; pyarrow's default is 3.
         self._files: Any = fs.HadoopFileSystem(host or "default", int(port), replication=0)

@@ -79,6 +79,11 @@ def process_env() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+def tell_libraries(variables: Mapping[str, str]) -> None:
+    """Set variables that C libraries of this process read when they are loaded, which know no other way."""
+    os.environ.update(variables)
+
+
 def scrubbed_for_submission(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for sbatch and salloc, without what ties it to a running job.
 
