@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.cluster.agent_address import AgentConnection, agent_socket_name, make_job_key
@@ -21,24 +21,27 @@ class ServedAgent:
     """A server that runs; `log` has its lines, `stop` ends it. What was connected is closed at the end."""
 
     key: str
+    server: AgentServer
+    log: list[str]
     node: str = NODE
-    log: list[str] = field(default_factory=list)
-    stop: Callable[[], None] = lambda: None
     connections: list[AgentConnection] = field(default_factory=list)
 
     def connect(self) -> AgentConnection:
         self.connections.append(AgentConnection.open(self.key, self.node, timeout_s=20.0))
         return self.connections[-1]
 
+    def stop(self) -> None:
+        self.server.stop()
+
 
 @contextlib.contextmanager
 def served(services: Sequence[Service] = (), key: str | None = None, node: str = NODE) -> Iterator[ServedAgent]:
     """An agent until the end of the block."""
-    agent = ServedAgent(key or make_job_key(None, 0, os.getpid(), secrets.token_hex(4)), node)
-    server = AgentServer(agent_socket_name(agent.key, node, os.getuid()), agent.log.append)
+    key, log = key or make_job_key(None, 0, os.getpid(), secrets.token_hex(4)), []
+    server = AgentServer(agent_socket_name(key, node, os.getuid()), log.append)
     for service in services:
         server.register(service)
-    agent.stop = server.stop
+    agent = ServedAgent(key, server, log, node)
     thread = threading.Thread(target=server.serve, args=(lambda: True,))
     thread.start()
     try:

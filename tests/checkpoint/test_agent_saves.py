@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,29 @@ def _wait_for_end(saver: Saver) -> None:
     saves._outcome(saves._pending, commit=True)
 
 
-def test_a_save_that_one_node_fails_while_another_still_writes_is_followed_by_the_next(
-    tmp_path: Path, monkeypatch: Patch, said: list[str]
-) -> None:
+def refuse_node_1(monkeypatch: Patch, wait: Callable[[Flow], object]) -> None:
+    """At step 1 the store refuses node 1, and node 2 waits before it writes."""
     real = node_save.write_node
 
     def write_node(target: Any, step: int, token: str, parts: Any, flow: Flow, log: Any) -> Any:
         if step == 1 and target.node_rank == 1:
             raise StoreError("the store refuses node 1")
-        while step == 1:
-            flow.check()
-            time.sleep(0.01)
+        if step == 1:
+            wait(flow)
         return real(target, step, token, parts, flow, log)
 
     monkeypatch.setattr(node_save, "write_node", write_node)
+
+
+def test_a_save_that_one_node_fails_while_another_still_writes_is_followed_by_the_next(
+    tmp_path: Path, monkeypatch: Patch, said: list[str]
+) -> None:
+    def until_stopped(flow: Flow) -> None:
+        while True:
+            flow.check()
+            time.sleep(0.01)
+
+    refuse_node_1(monkeypatch, until_stopped)
 
     def train(rank: ThreadRank) -> list[bool]:
         saver = rank.saver(tmp_path / "root", key, on_error="continue")
@@ -95,16 +104,7 @@ def test_a_failed_save_that_is_not_over_everywhere_is_waited_for_or_the_next_one
     tmp_path: Path, monkeypatch: Patch, release: threading.Event, when_busy: str
 ) -> None:
     """A node whose store hangs cannot be hurried, and is not overtaken."""
-    real = node_save.write_node
-
-    def write_node(target: Any, step: int, token: str, parts: Any, flow: Flow, log: Any) -> Any:
-        if step == 1 and target.node_rank == 1:
-            raise StoreError("the store refuses node 1")
-        if step == 1:
-            release.wait()
-        return real(target, step, token, parts, flow, log)
-
-    monkeypatch.setattr(node_save, "write_node", write_node)
+    refuse_node_1(monkeypatch, lambda flow: release.wait())
 
     def train(rank: ThreadRank) -> list[bool]:
         saver = rank.saver(tmp_path / "root", key, on_error="continue", when_busy=when_busy)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,14 +25,6 @@ from hpc_train.errors import CheckpointError, ConfigError, DataError
 from tests.agents import NODE, ServedAgent, served
 from tests.cluster.test_memory_segment import descriptors_of
 from tests.data.corpora import VOCAB, configs, numbered, own_batches, values, write
-
-
-@pytest.fixture
-def agent() -> Iterator[ServedAgent]:
-    log: list[str] = []
-    with served([DataService(log.append)]) as running:
-        running.log = log
-        yield running
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,13 @@ from hpc_train.data.batch_source import OwnBatches
 from hpc_train.data.feed import Feed, open_feed
 from hpc_train.data.index import TokenFile, TokenFileWriter, loss_mask_prefix
 from hpc_train.data.loader import Loader
-from hpc_train.data.node_reader import DataService
 from hpc_train.data.node_steps import NodeSteps, spec_of
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.batch_problem import HdpRanks
 from hpc_train.plan.batch_setup import BatchSetup
-from tests.agents import NODE, ServedAgent, served
+from tests.agents import NODE, ServedAgent
 from tests.data.corpora import VOCAB, configs, numbered, write
 
 LONGEST, NUM_RANKS, CAPACITY = 600, 4, 160
@@ -60,14 +58,6 @@ def place(rank: int, num_ranks: int = NUM_RANKS, wants_tokens: bool = True) -> R
 
 def values(batch: PieceBatch) -> tuple[object, ...]:
     return batch.rank, batch.micro_batch, batch.lengths, batch.tokens.tolist(), batch.labels.tolist()
-
-
-@pytest.fixture
-def agent() -> Iterator[ServedAgent]:
-    log: list[str] = []
-    with served([DataService(log.append)]) as running:
-        running.log = log
-        yield running
 
 
 @pytest.mark.parametrize("planner", ["balanced", "naive", "static"])

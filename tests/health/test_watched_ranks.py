@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.agent_address import agent_socket_name, make_job_key
 from hpc_train.cluster.agent_greeting import Greeting
 from hpc_train.health import watched_ranks
-from hpc_train.health.agent_server import AgentServer
 from hpc_train.health.watched_ranks import RankWatch
 from hpc_train.log import FailureKind, read_failure, record_failure
+from tests.agents import NODE, served
 from tests.node_agents import wait_until
-
-NODE = "n1"
 
 
 @dataclass
@@ -33,7 +28,7 @@ class Node:
     key: str
     watch: RankWatch
     log: list[str]
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: list[subprocess.Popen[bytes]]
 
     def start_rank(self, rank: int, then: str) -> int:
         """A process that says hello as a rank and goes on with `then`; it is not waited for, so its status stays."""
@@ -50,21 +45,16 @@ agent.ask({{"say": "hello", "rank": {rank}}})
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Node]:
-    key, log = make_job_key(None, 0, os.getpid(), secrets.token_hex(4)), []
-    server = AgentServer(agent_socket_name(key, NODE, os.getuid()), log.append)
-    node = Node(folder, key, RankWatch(server, NODE, folder, log.append), log)
-    server.register(node.watch)
-    thread = threading.Thread(target=server.serve, args=(lambda: True,))
-    thread.start()
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        yield node
+        with served() as agent:
+            watch = RankWatch(agent.server, NODE, folder, agent.log.append)
+            agent.server.register(watch)
+            yield Node(folder, agent.key, watch, agent.log, ranks)
     finally:
-        server.stop()
-        thread.join(timeout=20)
-        for rank in node.ranks:
+        for rank in ranks:
             rank.kill()
             rank.wait()
-    assert not thread.is_alive()
 
 
 ABORT = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"

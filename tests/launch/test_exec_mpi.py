@@ -130,12 +130,12 @@ def test_lines_of_many_writers_arrive_whole(tmp_path: Path) -> None:
         assert sorted(lines) == sorted([f"{number} " + "x" * 200 for number in range(100)] + ["no line end"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_everything_within_seconds(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "hpc_train", "exec", "-n", "2", "--run-dir", str(tmp_path / "run")]
+def sleeping_ranks(folder: Path) -> subprocess.Popen[str]:
+    """The command, with two ranks that are up and sleep."""
+    command = [sys.executable, "-m", "hpc_train", "exec", "-n", "2", "--run-dir", str(folder / "run")]
     driver = subprocess.Popen(
         [*command, "--", "bash", "-c", "echo up; sleep 600"],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -145,6 +145,12 @@ def test_ctrl_c_ends_everything_within_seconds(tmp_path: Path, number: signal.Si
     assert driver.stdout is not None
     for _ in range(2):
         assert "up" in driver.stdout.readline()
+    return driver
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything_within_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    driver = sleeping_ranks(tmp_path)
     below = processes.descendants(driver.pid)
     assert len(below) >= 5
     begin = time.monotonic()
@@ -159,19 +165,7 @@ def test_ctrl_c_ends_everything_within_seconds(tmp_path: Path, number: signal.Si
 
 
 def test_when_the_driver_is_killed_outright_nothing_is_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpc_train", "exec", "-n", "2", "--run-dir", str(tmp_path / "run")]
-    driver = subprocess.Popen(
-        [*command, "--", "bash", "-c", "echo up; sleep 600"],
-        cwd=tmp_path,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert driver.stdout is not None
-    for _ in range(2):
-        assert "up" in driver.stdout.readline()
+    driver = sleeping_ranks(tmp_path)
     below = processes.descendants(driver.pid)
     driver.kill()
     driver.communicate(timeout=30)
