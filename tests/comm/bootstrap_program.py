@@ -1,4 +1,7 @@
-"""A rank that bootstraps as its arguments say and prints what it became, as one JSON line."""
+"""A rank that bootstraps as its arguments say, one time after another, and prints what it became, a JSON line each.
+
+Its exit code is that of the first error.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,17 @@ def reversed_plan(node: str, size: int) -> Plan:
 
 
 def main() -> int:
+    source, *wanted = sys.argv[1:]
+    return next(filter(None, [become(source, what) for what in wanted]), 0)
+
+
+def become(source: str, what: str) -> int:
     import os
     import socket
 
     import torch
     import torch.distributed as dist
 
-    source, what = sys.argv[1], sys.argv[2]
     size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     first = os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
     plan = reversed_plan(socket.gethostname(), size) if what != "plain" else None
@@ -36,12 +43,13 @@ def main() -> int:
     try:
         world = hpc_train.bootstrap(source, plan=plan)
     except HpcTrainError as error:
-        print(json.dumps({"error": str(error), "reporter": getattr(error, "reporter", None)}), flush=True)
+        print(json.dumps({"what": what, "error": str(error)}), flush=True)
         return int(error.exit_code)
     total = torch.tensor([float(world.rank)])
     if world.world_size > 1:
         dist.all_reduce(total)
     facts = {
+        "what": what,
         "rank": world.rank,
         "world_size": world.world_size,
         "local_rank": world.local_rank,
@@ -51,8 +59,8 @@ def main() -> int:
         "gathered_at_last": world.control.gather("x" * world.rank, root=world.world_size - 1),
         "told": world.control.broadcast(["from", world.rank], root=world.world_size - 1),
     }
-    world.close()
     print(json.dumps(facts), flush=True)
+    world.close()
     return 0
 
 

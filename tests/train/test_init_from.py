@@ -18,6 +18,7 @@ from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
 from tests.checkpoint.hf_folders import weights, write_checkpoint
 from tests.ranks import run_ranks
+from tests.train.forked_runs import train_forked
 from tests.train.runs import VOCAB, hpc_train, metrics, write_config, write_corpus
 from tests.train.trainers import MODELS, SEQ_LEN, TREES, make_config, make_trainer
 from tests.worlds import make_world
@@ -101,8 +102,8 @@ def test_a_run_begins_with_converted_weights_and_goes_on_from_its_own_checkpoint
     assert lines[0]["loss"] == pytest.approx(math.log(VOCAB), rel=1e-6)
     assert lines[1]["loss"] < lines[0]["loss"]
 
-    again = _run(tmp_path, begin, "train.steps=3")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "begins with" not in again.stdout
-    assert "resumed from" in again.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+    again = train_forked(tmp_path, "run", 2, begin, "train.steps=3")
+    said = (tmp_path / "run/logs/forked.log").read_text()
+    assert "begins with" not in said
+    assert "resumed from" in said
+    assert [line["step"] for line in again] == [1, 2, 3]
