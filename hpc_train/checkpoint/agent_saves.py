@@ -37,8 +37,9 @@ _OPEN_S = 180.0
 """For an agent to map the memory and to see the store; assumed: that answers within its own patience, 120 s."""
 _ANSWER_S = 60.0
 """For answers that wait for nothing and take milliseconds; assumed: a node that swaps. A stopped agent gives none."""
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.005, 0.5, 0.02
-"""Between questions whether a save is done: a share of the time that it has taken so far (assumed)."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.005, 0.5, 0.005
+"""Between questions whether a save is done: a share of the time that it has taken so far (assumed: by so much, twice,
+the end of a save is noticed late)."""
 
 
 class SaveFailed(CheckpointError):

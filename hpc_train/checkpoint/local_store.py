@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -20,6 +21,11 @@ _CAUSES = {
     errno.ESTALE: Cause("the file handle is stale", True, "Tell the site if its file servers do this often."),
     errno.ETIMEDOUT: Cause("the file server does not answer", True, "Tell the site."),
 }
+_WRITE_OUT_BYTES = 16 << 20
+"""Written before the disk is set to work on it (assumed: a disk's queue is full with it, and calls cost nothing)."""
+_SYNC_FILE_RANGE_WRITE = 2
+"""cited: sync_file_range(2). Start writing out what is dirty, without waiting for it."""
+
 _OTHER = Cause("the file system refused", False, "Look at the system's words:")
 
 
@@ -98,11 +104,18 @@ class _LocalReader(BackendReader):
 
 
 class _LocalWriter(BackendWriter):
+    """The disk works on a file while more of it comes: else all of it would wait in memory for the end."""
+
     def __init__(self, path: str) -> None:
         self._file = open(path, "xb")  # noqa: SIM115 - open until close or abandon
+        self._num_bytes = self._begun = 0
 
     def write(self, data: Buffer) -> None:
         self._file.write(data)
+        self._num_bytes += len(data)
+        if (count := self._num_bytes - self._begun) >= _WRITE_OUT_BYTES:
+            _begin_to_write_out(self._file.fileno(), self._begun, count)
+            self._begun = self._num_bytes
 
     def close(self) -> None:
         with self._file as file:
@@ -112,6 +125,13 @@ class _LocalWriter(BackendWriter):
     def abandon(self) -> None:
         with suppress(OSError):
             self._file.close()
+
+
+def _begin_to_write_out(descriptor: int, start: int, num_bytes: int) -> None:
+    """Have the kernel begin to write a range of a file to its disk; where it cannot, the file's end takes longer."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(path: Path) -> None:

@@ -3,6 +3,8 @@
 1. the files of the node's ranks, several at a time, each from beginning to end
 2. a record of what was written, or of why it was not, for the node of rank 0
 3. on the node of rank 0, when all nodes' records are there: torch's index, the manifest, the commit
+4. there, when the ranks may know of it: the removal of older checkpoints, which takes a fifth of the time of a save
+   (measured: 0.3 s of 1.9 s for 1 GiB)
 """
 
 from __future__ import annotations
@@ -143,12 +145,19 @@ def commit(
     require_attempt(target.root, target.attempt)
     flow.check()
     folders.commit(folder, target.root, step, log)
-    folders.prune(target.root, target.keep, log)
     if target.note_dir is not None:
         try:
             write_checkpoints_note(target.note_dir, CheckpointsNote(str(target.root), step))
         except OSError as problem:
             log(f"checkpoint: the run folder could not be told of step {step}: {problem}")
+
+
+def thin_out(target: Target, log: Log) -> None:
+    """Remove the checkpoints that are not kept any more; raises nothing."""
+    try:
+        folders.prune(target.root, target.keep, log)
+    except BaseException as problem:  # clients in Rust that panic raise what is no Exception
+        log(f"checkpoint: old ones are left: {describe(problem, target)}")
 
 
 def give_up(target: Target, step: int, token: str) -> None:

@@ -43,7 +43,7 @@ class _Save:
 
     copy: what node-local copies have to know, where some are to be made; is_for_store: false: it is for these alone.
     is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
-    node of rank 0, anywhere. copying: to the nodes' own disks, which begins then.
+    node of rank 0, anywhere, but older ones may still be removed. copying: to the nodes' own disks, which begins then.
     """
 
     token: str
@@ -299,6 +299,8 @@ class Session:
 
     def _run(self) -> None:
         """The writing thread."""
+        from hpc_train.checkpoint import node_save
+
         self._look_for_trial()
         while (save := self._next()) is not None:
             is_good = False
@@ -317,6 +319,8 @@ class Session:
                 if copies is not None:
                     # Whatever the store has said: what ranks have copied is all here.
                     save.copying = self._copy(save, copies)
+            if is_good and self._is_first:
+                node_save.thin_out(self._target, self._log)
         with self._changed:
             self._parts.clear()
             self._index = None

@@ -63,7 +63,8 @@ def test_saves_follow_one_another_from_the_same_memory(agent: ServedAgent, tmp_p
         assert (done["failed"], done["step"]) == (None, step) and 0 < done["seconds"] < 20
         check_step(root, step, 2)
         assert told(run_dir) == {"folder": str(root), "newest_step": step}
-    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_0000002", "step_0000003"]
+    # Older ones are removed when ranks have heard of the commit.
+    _eventually(lambda: sorted(path.name for path in root.iterdir()) == ["latest", "step_0000002", "step_0000003"])
 
 
 def test_ranks_that_end_after_their_copy_are_not_needed(agent: ServedAgent, tmp_path: Path) -> None:
@@ -261,7 +262,10 @@ def test_what_fails_behind_the_commit_is_told_and_the_save_stands(
         raise StoreError("the quota is used up")
 
     def gone(path: Location) -> None:
+        assert is_heard.wait(20), "ranks hear of a commit when older checkpoints are removed"
         raise FileNotFoundError(errno.ENOENT, "somebody was quicker", str(path))
+
+    is_heard = threading.Event()
 
     monkeypatch.setattr(folder, "say", closed)
     monkeypatch.setattr(folder, "warn", closed)
@@ -275,9 +279,10 @@ def test_what_fails_behind_the_commit_is_told_and_the_save_stands(
         assert rank.wait(f"0a{step}", commit=True)["failed"] is None
         check_step(tmp_path, step, 1)
     assert left_over(tmp_path) == []
+    is_heard.set()
+    _eventually(lambda: any("old checkpoints are left" in line for line in agent.log))
     log = "\n".join(agent.log)
-    assert "is saved, but" in log and "the quota is used up" in log
-    assert "old checkpoints are left" in log and "somebody was quicker" in log
+    assert "is saved, but" in log and "the quota is used up" in log and "somebody was quicker" in log
 
 
 class _Panic(BaseException):

@@ -20,6 +20,7 @@ from tests.checkpoint.agent_kills import kill_around_agents
 from tests.checkpoint.kills import kill_in_saves
 from tests.checkpoint.node_ranks import NodeRank
 from tests.checkpoint.plain_state import Alone
+from tests.node_agents import wait_until
 from tests.ranks import TestRank, run_ranks
 from tests.services.hdfs import HdfsCluster
 
@@ -145,5 +146,5 @@ def test_saves_in_whose_middle_a_data_node_dies_are_committed(hdfs: HdfsCluster)
             hdfs.wait_for_data_nodes()
     again = [line for line in log if "is written again under another name" in line]
     print(f"6 data nodes killed in the middle of saves, {len(again)} files written again: {again}")
-    assert [entry.name for entry in place.entries()] == ["latest", "step_0000006"]
+    wait_until(lambda: [entry.name for entry in place.entries()] == ["latest", "step_0000006"])
     place.remove()
