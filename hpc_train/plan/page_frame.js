@@ -40,7 +40,8 @@ function showSummary() {
     const lines = says.length ? [section.header, ...section.rows] : section.rows;
     for (const cells of lines) {
       const line = add(table, "tr");
-      for (const text of cells) add(line, cells === section.header ? "th" : "td", text);
+      // A list without spaces may go on in the next line behind each comma.
+      for (const text of cells) add(line, cells === section.header ? "th" : "td", text.replaceAll(",", ",\u200b"));
     }
   }
   for (const note of data.notes) add(panel, "p", note, "note");
