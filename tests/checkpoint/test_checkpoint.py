@@ -83,9 +83,17 @@ def test_loading_unpickles_nothing(tmp_path, monkeypatch):
     assert resume(Alone(), str(tmp_path))[0] == 4
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Two checkpoints of two ranks, for copies."""
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(train_and_save, 2, str(root), [1, 2], torch.float32, 2)
+    return root
+
+
 @pytest.fixture
-def two_checkpoints(tmp_path) -> Path:
-    run_ranks(train_and_save, 2, str(tmp_path), [1, 2], torch.float32, 2)
+def two_checkpoints(saved, tmp_path) -> Path:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

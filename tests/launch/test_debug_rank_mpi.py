@@ -18,7 +18,6 @@ from hpc_train.launch.debug_terminal import DebugTerminal
 from tests.faults.plan import VARIABLE, FaultPlan
 from tests.launch.configs import write_training_config
 from tests.launch.test_exec_mpi import ROOT, environment
-from tests.launch.test_run_mpi import run
 
 pytestmark = pytest.mark.mpi
 
@@ -98,7 +97,11 @@ def test_ctrl_c_breaks_into_a_rank_that_hangs_and_what_is_typed_there_sets_it_fr
 
 
 def test_a_rank_that_there_will_not_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = run(tmp_path, write_training_config(tmp_path), "--debug-rank", "2")
+    config = write_training_config(tmp_path)
+    command = [sys.executable, "-m", "hpc_train", "run", str(config), "-n", "2", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--debug-rank", "2"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 2
     assert "--debug-rank 2 is not among the 2 ranks, which are 0 to 1" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def _in_one_allocation(slurm: Any, folder: Path, lines: list[str]) -> Any:
-    """Have `hpc-train shell` read these lines on 2 nodes of 2 ranks; each line's exit code is printed."""
+    """Have `hpc-train shell` read these lines on 2 nodes of a rank each; each line's exit code is printed."""
     script = folder / "lines.sh"
     script.write_text("".join(f'{line}\necho "exit code $?"\n' for line in lines))
-    command = f'cd "{folder}" && "{sys.executable}" -m hpc_train shell -N 2 --ntasks-per-node=2 <"{script}"'
+    command = f'cd "{folder}" && "{sys.executable}" -m hpc_train shell -N 2 --ntasks-per-node=1 <"{script}"'
     path = [str(Path(__file__).parents[1] / "faults/hook"), str(ROOT)]
     return slurm.run(["bash", "-c", command], timeout=280, env={**ENV, "PYTHONPATH": os.pathsep.join(path)})
 
@@ -46,7 +46,7 @@ def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_is_debugg
 ) -> None:
     """FC-01: the shell of an allocation has a task count and no rank; `run` starts srun itself, each time."""
     write_corpus(tmp_path / "corpus")
-    fault = FaultPlan().fail(rank=3, step=4).environment()[VARIABLE]
+    fault = FaultPlan().fail(rank=1, step=4).environment()[VARIABLE]
     write_config(tmp_path, launch={"env": {VARIABLE: fault}}).rename(tmp_path / "bad.yaml")
     write_config(tmp_path)
     (tmp_path / "typed").write_text(DEBUGGER.format(line=_line_after_the_first_step()))
@@ -56,7 +56,7 @@ def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_is_debugg
         [
             "hpc-train run bad.yaml --run-dir first",
             "hpc-train run config.yaml --run-dir first",
-            "hpc-train run config.yaml launch.timeout_s=3 --debug-rank 2 <typed",
+            "hpc-train run config.yaml launch.timeout_s=3 --debug-rank 1 <typed",
             "hpc-train run config.yaml train.stepz=3",
             "hpc-train shell -N 1 </dev/null",
         ],
@@ -66,14 +66,14 @@ def test_in_one_allocation_a_run_fails_is_gone_on_with_and_another_one_is_debugg
         done.stdout + done.stderr
     )
     assert done.returncode == 0
-    assert "planned fault on rank 3 at step 4" in done.stderr
-    assert "4 ranks, " in done.stderr
+    assert "planned fault on rank 1 at step 4" in done.stderr
+    assert "2 ranks, " in done.stderr
     (other,) = (tmp_path / "runs/test").iterdir()
     assert json.loads((tmp_path / "first/outcome.json").read_text())["attempt"] == 2
     assert "resumed from" in done.stdout
     assert metrics(tmp_path / "first") == metrics(other)
-    assert "(rank 2) ('rank', 2, 'of', 4)\n" in done.stdout
-    assert "(rank 2) ('step', 1)\n" in done.stdout
+    assert "(rank 1) ('rank', 1, 'of', 2)\n" in done.stdout
+    assert "(rank 1) ('step', 1)\n" in done.stdout
     assert "goes on without a debugger" in done.stdout
     assert "--wait=0" in (other / "logs/job.log").read_text()
     assert "type `hpc-train run CONFIG` here" in done.stderr

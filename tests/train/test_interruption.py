@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from hpc_train.launch.run_folder import read_owner
 from tests.faults.plan import FaultPlan
 from tests.processes import kill_tree
 from tests.ranks import mpi_environment
-from tests.train.runs import hpc_train, metrics, write_config, write_corpus
+from tests.train.forked_runs import train_forked
+from tests.train.runs import metrics, write_config, write_corpus
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -83,23 +84,8 @@ def outcome(run_dir: Path) -> dict[str, object]:
     return json.loads((run_dir / "outcome.json").read_text())
 
 
-def finish(folder: Path, run: str, overrides: Sequence[str] = ()) -> None:
-    again = hpc_train(["run", folder / "config.yaml", "-n", 2, "--run-dir", folder / run, *overrides])
-    assert again.returncode == 0, again.stdout + again.stderr
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """The metrics of a run that nobody stops."""
-    folder = tmp_path_factory.mktemp("alone")
-    write_corpus(folder / "corpus")
-    write_config(folder, steps=STEPS, eval_every=10)
-    finish(folder, "run")
-    return metrics(folder / "run")
-
-
 def test_signals_to_the_driver_and_a_time_limit_save_the_step_end_with_10_and_the_run_goes_on_bit_for_bit(
-    folder: Path, alone: list[dict[str, object]], start: Start
+    folder: Path, start: Start
 ) -> None:
     """Three times in a row: TERM, USR2, and a time limit, which stops the run in good time without a signal."""
     run, taken = folder / "run", 0
@@ -112,10 +98,9 @@ def test_signals_to_the_driver_and_a_time_limit_save_the_step_end_with_10_and_th
     process = start("--time", "0:20", faults=FaultPlan().slow(1000))
     last = _check_saved(folder, process, taken, "the time limit")
     assert time.time() < begin + 20 or last == taken + 1
-    finish(folder, "run")
-    assert metrics(run) == alone
-    earlier = [json.loads((run / f"outcome-{number}.json").read_text())["exit_code"] for number in (1, 2, 3)]
-    assert earlier == [ExitCode.REQUEUE] * 3
+    assert train_forked(folder, "run", 2) == train_forked(folder, "alone", 2)
+    outcomes = [json.loads((run / name).read_text()) for name in ("outcome-1.json", "outcome-2.json", "outcome.json")]
+    assert [outcome["exit_code"] for outcome in outcomes] == [ExitCode.REQUEUE] * 3
 
 
 def _check_saved(folder: Path, process: subprocess.Popen[str], first: int, reason: str) -> int:
@@ -202,5 +187,5 @@ def test_a_disk_that_is_full_when_the_run_must_stop_loses_nothing_that_was_saved
     assert complete
     assert (small_disk / "latest").read_text().strip() in complete
     (small_disk / "other").unlink()
-    finish(folder, "run", ["train.steps=12"])
-    assert f"resumed from {small_disk}/step_" in (folder / "run/logs" / f"{os.uname().nodename}.log").read_text()
+    train_forked(folder, "run", 2, "train.steps=12")
+    assert f"resumed from {small_disk}/step_" in (folder / "run/logs/forked.log").read_text()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.plan import VARIABLE, FaultPlan
+from tests.train.forked_runs import train_forked
 from tests.train.runs import metrics, write_config, write_corpus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -34,9 +35,6 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     slurm: Any, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path / "corpus")
-    write_config(tmp_path, global_batch_size=8)
-    alone = _submit(slurm, tmp_path, "alone")
-    assert alone.returncode == 0, alone.stdout + alone.stderr
     kill = FaultPlan().kill(rank=5, step=5).environment()
     write_config(tmp_path, global_batch_size=8, launch={"env": {VARIABLE: kill[VARIABLE]}})
     killed = _submit(slurm, tmp_path, "killed", {**ENV, "PYTHONPATH": f"{kill['PYTHONPATH']}:{ROOT}"})
@@ -49,7 +47,7 @@ def test_a_job_of_4_nodes_killed_in_the_middle_and_submitted_again_ends_as_one_l
     again = _submit(slurm, tmp_path, "killed")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "alone")
+    assert metrics(tmp_path / "killed") == train_forked(tmp_path, "alone", 8)
     table = [line.split("\t") for line in (tmp_path / "killed/ranks.tsv").read_text().splitlines()[1:]]
     assert len({row[1] for row in table}) == 4
     assert sorted((row[2], row[3]) for row in table) == [(str(node), slot) for node in range(4) for slot in "01"]
