@@ -7,6 +7,8 @@ set -euo pipefail
 packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl ibsim-utils infiniband-diags)
 # For a real HDFS (env/setup_hadoop.sh): what Hadoop needs besides its own classes, and a Java that runs it.
 packages+=(libjersey1-core-java libjersey1-server-java libjersey1-servlet-java libjsr311-api-java)
+# For an HDFS that asks for Kerberos tickets.
+packages+=(krb5-kdc krb5-admin-server krb5-user)
 
 root=$(dirname "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)")
 

@@ -7,11 +7,7 @@ import re
 from hpc_train.checkpoint.store import Cause
 
 _TELL_THE_SITE = "Wait, or tell the site."
-_KERBEROS = Cause(
-    "Kerberos or the delegation token was refused: none, or run out",
-    False,
-    "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME).",
-)
+_NEW_TICKET = "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME)."
 _SPACE_CURE = "Remove old checkpoints (checkpoint.keep, `hpc-train ckpt prune`), or ask the site for more."
 
 # In this order: the first that is found in the words of a failure.
@@ -55,7 +51,19 @@ _CAUSES: list[tuple[str, Cause]] = [
         r"could only be (replicated|written) to|minReplication",
         Cause("no data node took the block: they are full, dead or excluded", False, _SPACE_CURE),
     ),
-    (r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos|SIMPLE authentication", _KERBEROS),
+    (
+        r"[Tt]icket expired|CREDENTIALS_EXPIRED",
+        # A site's daemon, or a keytab and cron, may renew it in this moment.
+        Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
+    ),
+    (
+        r"NO_CRED|[Nn]o (valid |Kerberos )?credentials|Kerberos tgt|SIMPLE authentication",
+        Cause("there is no Kerberos ticket", False, _NEW_TICKET),
+    ),
+    (
+        r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos",
+        Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET),
+    ),
     (
         r"UnknownHost|lookup address|resolve host|Name or service not known|nodename nor servname",
         Cause(
