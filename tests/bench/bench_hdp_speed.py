@@ -13,9 +13,9 @@ to. `modelled` is what the costs alone say.
 rings that are shorter by as much as copies hide; `balance`, both and balanced. Copies keep ByteScale's proportions as
 well: half of what a sequence of 64K saves, 32K here, is copied in the time of a layer's forward.
 
---case real-compute: 2 ranks of one thread each, nothing emulated. `hpc-train profile`'s code measures this model first,
-and plans and `modelled` go by that. On nodes, attention is measured before the rate of the interfaces is set, to the
-same 0.68.
+--case real-compute: 2 ranks of one thread each, nothing emulated; of the documents each eighth by length, so
+that a step takes some seconds. `hpc-train profile`'s code measures this model first, and plans and `modelled` go by
+that. On nodes, attention is measured before the rate of the interfaces is set, to the same 0.68.
 
     python -m tests.bench.bench_hdp_speed --case CASE [--cluster NAME] [--rounds 3] [--unshaped]
 
@@ -39,7 +39,7 @@ from typing import Any
 
 from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts
 from hpc_train.plan.batch_table import BatchTable
-from tests.bench.hdp_corpus import VOCAB, documents, headers, whole_batches
+from tests.bench.hdp_corpus import VOCAB, documents, headers, sampled, whole_batches
 from tests.bench.on_nodes import on_nodes
 from tests.bench.on_ranks import on_ranks
 from tests.ranks import TestRank, run_ranks
@@ -54,7 +54,9 @@ PROFILE_REPEATS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """block_s: of attention of a full block, one layer forward; 0 where nothing is emulated. tokens: of a step."""
+    """tokens: of the documents, of which a step has each `every`-th by length. block_s: of attention of a full block,
+    one layer forward; 0 where nothing is emulated.
+    """
 
     ranks: int
     capacity: int
@@ -66,6 +68,7 @@ class Case:
     kv_heads: int
     block_s: float
     plans: tuple[str, ...]
+    every: int = 1
 
     def config(self) -> Any:
         from tests.train.trainers import make_config
@@ -90,7 +93,7 @@ class Case:
 CASES = {
     "planners": Case(8, 4096, 32 * 1024, 96 * 4096, 1, 64, 4, 4, 0.1, ("static", "naive", "balanced")),
     "ablation": Case(8, 4096, 32 * 1024, 48 * 4096, 4, 16, 4, 4, 0.04, ("static", "rings", "offload", "balance")),
-    "real-compute": Case(2, 2048, 4096, 24 * 2048, 1, 256, 8, 2, 0.0, ("static", "naive", "balanced")),
+    "real-compute": Case(2, 4096, 8 * 1024, 96 * 4096, 1, 256, 8, 2, 0.0, ("static", "naive", "balanced"), 8),
 }
 
 
@@ -150,7 +153,7 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
 
     case, costs, profile, room = CASES[args["case"]], COSTS, None, None
     torch.set_num_threads(1)
-    texts = documents(Path(args["root"]), case.tokens, case.context)
+    texts = sampled(documents(Path(args["root"]), case.tokens, case.context), case.every)
     lengths, whole = [len(text) for text in texts], whole_batches(texts)
     trainer = make_trainer(me, case.config())
     if case.block_s:

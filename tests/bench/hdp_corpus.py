@@ -37,6 +37,12 @@ def documents(root: Path, num_tokens: int, context: int) -> list[bytes]:
     return found
 
 
+def sampled(texts: Sequence[bytes], every: int) -> list[bytes]:
+    """Each so many-th by length, in the order of all: their lengths are spread as those of all are."""
+    by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    return [texts[index] for index in sorted(by_length[every // 2 :: every])]
+
+
 def whole_batches(texts: Sequence[bytes]) -> list[Any]:
     """Each document as a micro-batch of its own, the labels its next tokens."""
     import torch
