@@ -1,4 +1,4 @@
-"""Through libhdfs, in a process of its own: started by test_libhdfs.py, which says where the HDFS is."""
+"""Through libhdfs, in a process of its own: started by test_hdfs.py, which says where the HDFS is."""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -32,7 +35,7 @@ from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.runs import resume, train_and_save
 from tests.checkpoint.store_contract import StoreContract
 from tests.ranks import run_ranks
-from tests.services.hdfs import HdfsCluster
+from tests.services.hdfs import HdfsCluster, libhdfs_skip_reason
 from tests.worlds import make_world, single_world
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.timeout(180)]
@@ -79,6 +82,26 @@ def _steps(root: Location) -> list[int]:
 
 def _hidden(root: Location) -> list[str]:
     return [entry.name for entry in root.entries() if entry.name.startswith(".")]
+
+
+def test_libhdfs_does_what_all_stores_do(hdfs: HdfsCluster) -> None:
+    """In a process of its own, which has the JVM."""
+    if reason := libhdfs_skip_reason():
+        pytest.skip(reason)
+    folder = f"/tests/libhdfs-{os.getpid()}"
+    locate(f"{hdfs.url}{folder}/without-room").make_folder()
+    hdfs.admin("-setSpaceQuota", "1m", f"{folder}/without-room")
+    place = f"lib{hdfs.url}{folder}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/hdfs/libhdfs_contract.py"],
+        env={**os.environ, **hdfs.libhdfs_environment(), "HPC_TRAIN_TEST_LIBHDFS": place},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    told = re.search(r"^(\d+) passed in", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and told and int(told[1]) >= 14, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 # Whole runs
