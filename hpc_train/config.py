@@ -139,7 +139,9 @@ class ParallelConfig(Section):
 
     layers_per_stage: of each (virtual) stage in the model's order; left out, layers are split by cost. virtual_stages:
     model_chunks a stage, in turn. schedule: zero_bubble does weight gradients when a stage would idle. overlap: data
-    parallel's communication beside compute. gradient_wire: type of its gradients on their way, summed in fp32.
+    parallel's communication beside compute. early_updates: every third model_chunk updated in the backward, taken back
+    where the global norm then says so; left out, wherever that can be done. gradient_wire: type of dp's gradients on
+    their way, summed in fp32.
     tp_tiles: pieces in which transfers of tp run beside the matrix products before or behind them. hdp: see there.
     """
 
@@ -153,6 +155,7 @@ class ParallelConfig(Section):
     virtual_stages: Positive = 1
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
     overlap: bool = True
+    early_updates: bool | None = None
     gradient_wire: Literal["fp32", "bf16"] = "fp32"
     hdp: HdpConfig | None = None
 
@@ -178,6 +181,19 @@ class ParallelConfig(Section):
                 f"parallel.layers_per_stage has {len(self.layers_per_stage)} numbers and {stages}; give "
                 f"{self.pp * self.virtual_stages}, one for each, or leave it out to have the layers split by their cost"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_to_update_early(self) -> ParallelConfig:
+        if not self.early_updates:
+            return self
+        if self.virtual_stages < 4:
+            raise ValueError(
+                f"parallel.early_updates=true has no effect with virtual_stages={self.virtual_stages}: every third "
+                "model_chunk behind a stage's first one is updated early. Leave it out, or use virtual_stages=4 or more"
+            )
+        if not self.overlap:
+            raise ValueError("parallel.early_updates=true runs beside backwards, which overlap=false rules out")
         return self
 
     @model_validator(mode="after")
@@ -414,6 +430,15 @@ class Config(Section):
             raise ValueError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
                 f"train.micro_batch_size={self.train.micro_batch_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_updates_early(self) -> Config:
+        if self.parallel.early_updates and self.optimizer.name == "lamb":
+            raise ValueError(
+                "parallel.early_updates=true is not possible with optimizer.name=lamb, which needs the norms of whole "
+                "parameters from all ranks before it updates any; leave it out, or use adamw"
             )
         return self
 

@@ -64,6 +64,11 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
             f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel; "
             "leave it out, or use dp=2 or more"
         )
+    if parallel.early_updates and mesh.dp == 1:
+        raise ConfigError(
+            "parallel.early_updates=true has no effect with dp=1, where no parameters travel; leave it out, or use "
+            "dp=2 or more"
+        )
     plan_stages(config, train.recompute)
     check_micro_batches(mesh.pp, micro_batches_of(config, mesh))
 

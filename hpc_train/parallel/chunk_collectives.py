@@ -14,9 +14,18 @@ class ChunkCollectives:
     """Gathers of parameters and sums of gradients as actions.
 
     actors: for `Pipeline.run`. overlap: false to await each collective where it is begun, which changes no value.
+    update: updates this rank's shard of a model_chunk, for lists with early updates; None where there are none.
     """
 
-    def __init__(self, chunks: Sequence[ShardedParameters], groups: Groups, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[ShardedParameters],
+        groups: Groups,
+        *,
+        overlap: bool,
+        update: Callable[[int], None] | None = None,
+    ) -> None:
+        self._update = update
         self._chunks = tuple(chunks)
         self._groups = groups
         self._overlap = overlap
@@ -24,6 +33,7 @@ class ChunkCollectives:
         self.actors: Mapping[Op, Callable[[Action], None]] = {
             Op.ALL_GATHER: self._gather,
             Op.REDUCE_SCATTER: self._reduce,
+            **({} if update is None else {Op.UPDATE: self._update_early}),
         }
 
     def begin_step(self) -> None:
@@ -31,6 +41,12 @@ class ChunkCollectives:
         self._is_tied_summed = False
         if self._overlap:
             self._chunks[0].begin_gather()
+
+    def publish(self, model_chunk: int) -> None:
+        """Have the updated shard of a model_chunk where forwards find it, on all ranks in time."""
+        self._chunks[model_chunk].publish_shard()
+        if self._overlap:
+            self._chunks[model_chunk].begin_gather()
 
     def await_parameters(self, model_chunk: int) -> None:
         self._chunks[model_chunk].await_parameters()
@@ -53,3 +69,9 @@ class ChunkCollectives:
         chunk.begin_reduce()
         if not self._overlap:
             chunk.await_gradients()
+
+    def _update_early(self, action: Action) -> None:
+        """Update the shard when its sum is there, and begin the gather for the next step."""
+        assert self._update is not None
+        self._update(action.model_chunk)
+        self.publish(action.model_chunk)

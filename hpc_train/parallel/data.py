@@ -7,7 +7,8 @@ Gradients of a step's micro-batches are summed in fp32 in a second flat buffer. 
   early and awaited before the chunk's first forward
 - reduce: each rank gets its shard of the gradients' sum over the group; it is begun behind the chunk's last backward
   and awaited before the update
-- update: the optimizer changes this rank's shard; the other parts of the buffer are old until the next gather
+- update: the optimizer changes this rank's shard; the other parts of the buffer are old until the next gather, which
+  may be begun in the step of the update, when nothing there uses the chunk's parameters any more
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC'20.
 """
@@ -159,7 +160,11 @@ class ShardedParameters:
         return self.gradient_shard
 
     def publish_shard(self) -> None:
-        """Have the updated shard in the buffer that the model sees; what other ranks updated comes with a gather."""
+        """Have the updated shard in the buffer that the model sees; what other ranks updated comes with a gather.
+
+        A gather that is under way is over first, and does not count.
+        """
+        self.end_gather()
         if self.parameter_shard.data_ptr() != self.master_shard.data_ptr():
             self.parameter_shard.copy_(self.master_shard)
         self._is_whole = False
@@ -169,11 +174,15 @@ class ShardedParameters:
         if not self._is_whole and self._gather is None:
             self._gather = begin_all_gather(self.parameters, self.group)
 
-    def await_parameters(self) -> None:
-        """Return when the model has all parameters; a gather that is needed must have been begun."""
+    def end_gather(self) -> None:
+        """Return when no gather is under way. The parameter buffer must not be written to before."""
         if self._gather is not None:
             self._gather.wait()
             self._gather, self._is_whole = None, True
+
+    def await_parameters(self) -> None:
+        """Return when the model has all parameters; a gather that is needed must have been begun."""
+        self.end_gather()
         assert self._is_whole, "the gather was not begun"
 
     def _attach(self, parameter: nn.Parameter, start: int, stop: int) -> None:

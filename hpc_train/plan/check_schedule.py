@@ -108,7 +108,7 @@ def _needed(schedule: Schedule, stage: int) -> Iterator[Action]:
     """Every action that this stage's list must hold once, with the right peers."""
     used = {action.op for actions in schedule.actions for action in actions}
     for own, chunk in enumerate(schedule.chunks[stage]):
-        for op in sorted(COLLECTIVES & used):
+        for op in sorted((COLLECTIVES - {Op.UPDATE}) & used):
             yield Action(op, model_chunk=own)
         for micro_batch in range(schedule.num_micro_batches):
             yield Action(Op.F, micro_batch, own)
@@ -149,6 +149,7 @@ def _orders(schedule: Schedule, stage: int) -> Iterator[tuple[Action, Action]]:
     """Pairs of actions of one stage where the first must come before the second, if both are there."""
     for own, chunk in enumerate(schedule.chunks[stage]):
         gather, scatter = Action(Op.ALL_GATHER, model_chunk=own), Action(Op.REDUCE_SCATTER, model_chunk=own)
+        yield scatter, Action(Op.UPDATE, model_chunk=own)
         for index in range(schedule.num_micro_batches):
             forward, backward, weight = (Action(op, index, own) for op in (Op.F, Op.B, Op.W))
             offload, reload = Action(Op.OFFLOAD, index, own), Action(Op.RELOAD, index, own)

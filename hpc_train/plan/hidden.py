@@ -11,10 +11,11 @@ from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit, plan_parameters
 from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Schedule
-from hpc_train.plan.schedule_collectives import plan_training
+from hpc_train.plan.schedule_collectives import early_chunks, plan_training, updates_early
 from hpc_train.plan.schedule_steps import Costs
 from hpc_train.plan.simulate import simulate
 from hpc_train.plan.stages import model_costs, stage_parts
+from hpc_train.plan.steady import PLAYED_STEPS, step_period, without_needless_gathers
 
 RATIOS = (0.2, 0.5, 0.8)
 """Of dp's transfers alone to compute alone, for which `best_hidden` says what can be hidden."""
@@ -46,23 +47,28 @@ class HiddenShare:
 
 
 def hidden_share(schedule: Schedule, costs: Costs) -> HiddenShare:
-    """The best that an execution of the schedule can do: everything begins as early as its list allows."""
+    """The best that an execution of the schedule can do: everything begins as early as its list allows.
+
+    Where gathers for the next step are begun early, of a step among others like it.
+    """
 
     def without(stage: int, action: Action) -> int:
         return 0 if action.op in COLLECTIVES else costs(stage, action)
 
     of_stages = [
         sum(costs(stage, action) for action in actions if action.op in COLLECTIVES)
-        for stage, actions in enumerate(schedule.actions)
+        for stage, actions in enumerate(without_needless_gathers(schedule).actions)
     ]
-    return HiddenShare(simulate(schedule, costs).makespan, simulate(schedule, without).makespan, max(of_stages))
+    makespan = step_period(schedule, costs) if schedule.has_early_updates else simulate(schedule, costs).makespan
+    return HiddenShare(makespan, simulate(schedule, without).makespan, max(of_stages))
 
 
 def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) -> tuple[tuple[float, float], ...]:
     """For each ratio (dp's transfers of the rank that sends most, to its compute) the share of them that can be hidden.
 
-    Messages of the pipeline take no time here, and data loading hides nothing. Nothing where dp is 1, overlap off, or
-    the schedule too long to be played in passing: more than _MOST_PLAYED forwards.
+    Messages of the pipeline take no time here, and data loading hides nothing. Early updates are taken to be confirmed,
+    as where gradients are not clipped. Nothing where dp is 1, overlap off, or the schedule too long to be played in
+    passing: more than _MOST_PLAYED forwards.
 
     Raises:
         ConfigError: the model or the batch cannot be split so.
@@ -72,14 +78,23 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
     parallel, num_micro_batches = config.parallel, micro_batches_of(config, mesh)
     # What is exposed lies beside the first forwards and the last backwards; more micro-batches between change nothing.
     played = min(num_micro_batches, 2 * mesh.pp)
-    if played * mesh.pp * parallel.virtual_stages > _MOST_PLAYED:
+    is_early = updates_early(config, mesh) and bool(early_chunks(parallel.virtual_stages, has_tied_last=False))
+    if played * mesh.pp * parallel.virtual_stages * (PLAYED_STEPS if is_early else 1) > _MOST_PLAYED:
         return ()
     tied = config.model.tied_embeddings
-    schedule = plan_training(parallel.schedule, mesh.pp, played, parallel.virtual_stages, has_tied=tied)
+    schedule = plan_training(
+        parallel.schedule,
+        mesh.pp,
+        played,
+        parallel.virtual_stages,
+        has_tied=tied,
+        early_updates=is_early,
+    )
     compute, elements = _chunk_costs(config, mesh), _chunk_elements(config, mesh)
-    widths = dict(zip((Op.ALL_GATHER, Op.REDUCE_SCATTER), dp_element_bytes(config), strict=True))
+    parameter_bytes, gradient_bytes = dp_element_bytes(config)
+    widths = {Op.ALL_GATHER: parameter_bytes, Op.UPDATE: parameter_bytes, Op.REDUCE_SCATTER: gradient_bytes}
     busiest = num_micro_batches * max(sum(compute[stage :: mesh.pp]) for stage in range(mesh.pp))
-    largest = sum(widths.values()) * max(sum(elements[stage :: mesh.pp]) for stage in range(mesh.pp))
+    largest = (parameter_bytes + gradient_bytes) * max(sum(elements[stage :: mesh.pp]) for stage in range(mesh.pp))
     # A backward is twice a forward, or a third each for its B and W.
     thirds = {Op.F: 1, Op.B: 1 if schedule.splits_backward else 2, Op.W: 1}
     found = []

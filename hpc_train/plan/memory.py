@@ -35,6 +35,7 @@ from hpc_train.plan.parameters import (
     num_parameters,
     plan_parameters,
 )
+from hpc_train.plan.schedule_collectives import early_chunks, updates_early
 from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import stage_parts
 
@@ -206,6 +207,9 @@ def _memory_of_rank(
     width = ELEMENT_BYTES[config.train.precision]
     # In fp32 the master weights are the parameters themselves.
     states = _MOMENTS + (1 if width < EXACT_BYTES else 0)
+    optimizer = sum(layout.shard_elements for layout in layouts) * EXACT_BYTES * states
+    if updates_early(config, mesh):
+        optimizer += _taken_back_bytes(config, parts, layouts)
     kept = _inputs_bytes(config, mesh, parts, shape)
     kept += sum(
         _messages_bytes(config, mesh, part, shape, count) for part, count in zip(parts, found.forwarded, strict=True)
@@ -226,12 +230,18 @@ def _memory_of_rank(
     return MemoryEstimate(
         parameters=sum(layout.padded_elements for layout in layouts) * width,
         gradients=sum(layout.padded_elements for layout in layouts) * EXACT_BYTES,
-        optimizer=sum(layout.shard_elements for layout in layouts) * EXACT_BYTES * states,
+        optimizer=optimizer,
         activations=activations,
         buffers=kept + max(working, summing),
         at_start=_start_bytes(of_parts, layouts, width),
         in_flight=sum(found.forwarded) + sum(found.queued),
     )
+
+
+def _taken_back_bytes(config: Config, parts: Sequence[ModelPart], layouts: Sequence[FlatLayout]) -> int:
+    """Copies of weights, moments and gradients of shards that are updated early, from which they are taken back."""
+    early = early_chunks(len(parts), has_tied_last=config.model.tied_embeddings and parts[-1].has_head)
+    return sum(layouts[own].shard_elements for own in early) * EXACT_BYTES * (_MOMENTS + 2)
 
 
 def _inputs_bytes(config: Config, mesh: Mesh, parts: Sequence[ModelPart], shape: Shape) -> int:

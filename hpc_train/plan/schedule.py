@@ -12,6 +12,8 @@ model_chunks. Its list of actions is executed in order, by these rules:
   whatever the payload. Where chunks go round, the last stage sends activations DOWN to the first.
 - `all_gather` and `reduce_scatter` of a model_chunk meet the same stage of the other pipelines; they are awaited
   by the chunk's first F, and at the end of the list.
+- `update` of a model_chunk waits for its reduce_scatter, updates this rank's shard, and begins the gather that the next
+  step's first F of the chunk waits for, so that the next list's all_gather of it has nothing to do.
 - `offload` and `reload` move a micro-batch's activations off the device after F and back before B.
 """
 
@@ -33,13 +35,14 @@ class Op(StrEnum):
     RECV = "recv"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    UPDATE = "update"
     OFFLOAD = "offload"
     RELOAD = "reload"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.W})
 TRANSFERS = frozenset({Op.SEND, Op.RECV})
-COLLECTIVES = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
+COLLECTIVES = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.UPDATE})
 
 
 class Payload(StrEnum):
@@ -66,6 +69,7 @@ _TEXTS = {
     Op.W: "the weight gradient",
     Op.ALL_GATHER: "the all-gather",
     Op.REDUCE_SCATTER: "the reduce-scatter",
+    Op.UPDATE: "the early update",
     Op.OFFLOAD: "the offload",
     Op.RELOAD: "the reload",
 }
@@ -141,6 +145,10 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether B is the backward of the inputs alone, since the schedule has W actions."""
         return any(action.op is Op.W for stage in self.actions for action in stage)
+
+    @cached_property
+    def has_early_updates(self) -> bool:
+        return any(action.op is Op.UPDATE for stage in self.actions for action in stage)
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

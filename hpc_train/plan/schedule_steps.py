@@ -98,6 +98,8 @@ class _Stage:
             ]
         elif action.op is Op.RELOAD:
             wanted = [Content(Op.OFFLOAD, chunk, action.micro_batch)]
+        elif action.op is Op.UPDATE:
+            wanted = [Content(Op.REDUCE_SCATTER, chunk)]
         else:
             post = self._post(action, chunk, cost)
             return Step(busy=0 if post else cost, post=post)

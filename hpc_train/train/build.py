@@ -29,6 +29,7 @@ from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, ModelPart, TensorSplit, num_parameters, plan_parameters, row_unit
 from hpc_train.plan.run import Plan
+from hpc_train.plan.schedule_collectives import updates_early
 from hpc_train.plan.stages import stage_parts
 from hpc_train.record import NOT_RECORDED, Recorder
 from hpc_train.train.lamb import ShardedLamb
@@ -86,6 +87,7 @@ def build_trainer(
         world.device,
         schedule=config.parallel.schedule,
         overlap=config.parallel.overlap,
+        early_updates=updates_early(config, mesh),
         has_tied=config.model.tied_embeddings,
         seed=config.train.seed,
         dropout=config.model.dropout,

@@ -9,7 +9,7 @@ Source: You et al., "Large batch optimization for deep learning: training BERT i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +72,9 @@ class ShardedLamb(ShardedOptimizer):
         ]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, updated: Collection[int], then: Callable[[int], None]) -> None:
         """Collective over all ranks; the gradients are left undefined."""
+        assert not updated, "a ratio needs the norms of whole parameters, so no chunk is updated ahead"
         self.num_updates += 1
         squares_2P = torch.zeros(2, self._num_matrices, dtype=torch.float64, device=self._shards[0].master.device)
         for shard in self._shards:
@@ -84,11 +85,12 @@ class ShardedLamb(ShardedOptimizer):
         weights_P, directions_P = squares_2P.sqrt_()
         has_ratio_P = (weights_P > 0) & (directions_P > 0)
         ratios = torch.where(has_ratio_P, weights_P / directions_P, 1.0).tolist()
-        for shard in self._shards:
+        for index, shard in enumerate(self._shards):
             if shard.held:
                 parts = [shard.direction[held.start : held.stop] for held in shard.held]
                 torch._foreach_mul_(parts, [ratios[held.index] for held in shard.held])
             shard.master.add_(shard.direction, alpha=-lr)
+            then(index)
 
     def _set_direction(self, shard: _Shard) -> None:
         """Move the moments on, and turn gradients into directions in their place, so that no third buffer is needed."""

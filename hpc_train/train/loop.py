@@ -148,12 +148,14 @@ def train(run: Run) -> Stopped | None:
             if not result.has_same_plan:
                 raise _different_plans(f"step {run.step + 1}")
             if stopping:
+                run.trainer.finish()
                 return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
             if run.step == first_step:
                 _check_handlers(run)
                 run.saver.open(state_pieces(run.trainer, counted=True))
             if run.step % config.train.gc_every == 0:
                 gc.collect()
+        run.trainer.finish()
         run.saver.finish()
     return None
 

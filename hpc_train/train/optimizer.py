@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -29,6 +29,14 @@ def learning_rate(step: int, config: OptimizerConfig, num_steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def piece_norms(chunk: ShardedParameters) -> list[torch.Tensor]:
+    """Norms, in the gradients' type, of pieces of what this rank counts of a model_chunk's gradients."""
+    pieces = [
+        piece for start, stop in chunk.counted_ranges() for piece in chunk.gradients[start:stop].split(NORM_PIECE)
+    ]
+    return list(torch._foreach_norm(pieces)) if pieces else []
+
+
 class ShardedOptimizer(ABC):
     """Updates this rank's shards; its moments exist for those only.
 
@@ -45,8 +53,13 @@ class ShardedOptimizer(ABC):
         self._config = config
 
     @abstractmethod
-    def step(self, lr: float) -> None:
-        """Update the master shards from the gradient shards, which must hold the final, scaled gradients."""
+    def step(self, lr: float, updated: Collection[int], then: Callable[[int], None]) -> None:
+        """Update the master shards from the gradient shards, which must hold the final, scaled gradients.
+
+        Args:
+            updated: Model_chunks that have this step's update already.
+            then: Called with each other one, in the order of forwards, as soon as its shard is updated.
+        """
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -61,20 +74,28 @@ class ShardedAdamW(ShardedOptimizer):
     def __init__(self, chunks: Sequence[ShardedParameters], config: OptimizerConfig) -> None:
         super().__init__(chunks, config)
         self._counter = torch.zeros((), dtype=torch.float32, device=chunks[0].master_shard.device)
-        self._ranges: list[tuple[float, list[torch.Tensor]]] = []
+        self._ranges: list[list[tuple[float, list[torch.Tensor]]]] = []
         for chunk, *moments in zip(chunks, *self.moments.values(), strict=True):
             flat = (chunk.master_shard, chunk.gradient_shard, *moments)
             split = chunk.num_decayed_in_shard()
-            for start, stop, decay in ((0, split, config.weight_decay), (split, len(flat[0]), 0.0)):
-                if start < stop:
-                    self._ranges.append((decay, [part[start:stop] for part in flat]))
+            parts = ((0, split, config.weight_decay), (split, len(flat[0]), 0.0))
+            self._ranges.append(
+                [(decay, [part[start:stop] for part in flat]) for start, stop, decay in parts if start < stop]
+            )
+
+    def step(self, lr: float, updated: Collection[int], then: Callable[[int], None]) -> None:
+        for index in range(len(self._ranges)):
+            if index not in updated:
+                self.update_ahead(index, lr)
+                then(index)
+        self.num_updates += 1
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def update_ahead(self, model_chunk: int, lr: float) -> None:
+        """This model_chunk's part of the next `step`, which must be told that it is done."""
         config = self._config
-        self.num_updates += 1
-        self._counter.fill_(self.num_updates)
-        for weight_decay, (master, gradient, exp_avg, exp_avg_sq) in self._ranges:
+        self._counter.fill_(self.num_updates + 1)
+        for weight_decay, (master, gradient, exp_avg, exp_avg_sq) in self._ranges[model_chunk]:
             torch._fused_adamw_(
                 [master],
                 [gradient],

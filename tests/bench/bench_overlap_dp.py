@@ -1,12 +1,13 @@
 """How much of data parallel's communication hides beside compute on a slow network, against what the schedule allows.
 
 Two ranks, one thread each; a model of equal layers with a small vocabulary, a model_chunk for each layer. In one
-interleaved run: ours with parallel.overlap on and off, the same step without its collectives (compute), the
-collectives alone, and torch's DistributedDataParallel with bucket_cap_mb of 1, 5 and 25. All in fp32 on the wire, with
-the same model, data and fused AdamW, and all losses are compared.
+interleaved run: ours with early updates, with parallel.overlap alone, and without; the same step without its
+collectives (compute), the collectives alone, and torch's DistributedDataParallel with bucket_cap_mb of 1, 5 and 25. All
+in fp32 on the wire, with the same model, data and fused AdamW, and all losses are compared. Everybody clips by the
+global norm, which stays below the limit, as it does in the steps of a run but for its beginning.
 
-Hidden is 1 - (step with overlap - compute alone) / communication alone. Its bound comes from the simulator, with the
-measured compute and communication: what the schedule would expose if everything began as early as its list allows.
+Hidden is 1 - (step - compute alone) / communication alone. Its bound comes from the simulator, with the measured
+compute and communication: what the schedule would expose if everything began as early as its list allows.
 Prints JSON. Communication should be about 0.8 of compute: choose the rate and --hidden-size so.
 
     python -m tests.bench.bench_overlap_dp --cluster NAME --rate 150mbit [--micro-batches 1] [--rounds 7]
@@ -32,6 +33,8 @@ from tests.ranks import TestRank
 
 BUCKETS_MB = (1, 5, 25)
 VOCAB = 256
+CLIP = 100.0
+"""Norm that is clipped: far above that of these steps, which is printed."""
 LOSS_TOLERANCE = 1e-4
 """Relative, of two steps in fp32: sums in another order, then updates by them."""
 
@@ -63,18 +66,25 @@ def _batches(rank: int, args: Mapping[str, Any]) -> list[Any]:
     return batches
 
 
-def _trainer(me: TestRank, args: Mapping[str, Any], *, overlap: bool) -> Any:
+def _trainer(me: TestRank, args: Mapping[str, Any], *, overlap: bool, early: bool = False) -> Any:
     from tests.train.trainers import make_config, make_trainer
 
-    parallel = {"virtual_stages": args["layers"], "overlap": overlap}
-    config = make_config(_model(args), parallel, seq_len=args["seq_len"], seed=1)
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad_norm": 1.0})})
+    parallel = {"virtual_stages": args["layers"], "overlap": overlap, "early_updates": early}
+    config = make_config(_model(args), parallel, {"clip_grad_norm": CLIP}, seq_len=args["seq_len"], seed=1)
     return make_trainer(me, config)
 
 
-def _ours(me: TestRank, args: Mapping[str, Any], *, overlap: bool) -> Callable[[list[Any]], float]:
-    trainer = _trainer(me, args, overlap=overlap)
-    return lambda batches: trainer.step(1, batches, 1e-4).loss
+def _ours(
+    me: TestRank, args: Mapping[str, Any], norms: list[float], *, overlap: bool, early: bool = False
+) -> Callable[[list[Any]], float]:
+    trainer = _trainer(me, args, overlap=overlap, early=early)
+
+    def step(batches: list[Any]) -> float:
+        result = trainer.step(1, batches, 1e-4)
+        norms.append(result.grad_norm)
+        return float(result.loss)
+
+    return step
 
 
 def _compute(me: TestRank, args: Mapping[str, Any]) -> Callable[[list[Any]], float]:
@@ -161,7 +171,7 @@ def _ddp(me: TestRank, args: Mapping[str, Any], bucket_mb: int) -> Callable[[lis
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()) / len(batches)
                 loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         mean = torch.tensor(total, dtype=torch.float64)
         dist.all_reduce(mean)
@@ -176,16 +186,18 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    norms: list[float] = []
     peers = {
-        "overlap": _ours(me, args, overlap=True),
-        "no_overlap": _ours(me, args, overlap=False),
+        "early": _ours(me, args, norms, overlap=True, early=True),
+        "overlap": _ours(me, args, norms, overlap=True),
+        "no_overlap": _ours(me, args, norms, overlap=False),
         "compute": _compute(me, args),
         "communication": _collectives(me, args),
         **{f"ddp_{size}": _ddp(me, args, size) for size in BUCKETS_MB},
     }
     batches = _batches(me.rank, args)
-    # Three, since only from the third step on has every gather been made twice and every buffer been touched.
-    losses = {name: [step(batches) for _ in range(3)] for name, step in peers.items()}
+    # Four, since only then has every gather been made twice, early ones too, and every buffer been touched.
+    losses = {name: [step(batches) for _ in range(4)] for name, step in peers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
     for number in range(args["rounds"]):
@@ -195,10 +207,15 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
             for _ in range(args["steps_a_round"]):
                 peers[name](batches)
             seconds[name].append((time.perf_counter() - start) / args["steps_a_round"])
-    return {"seconds": seconds, "losses": losses, "gather_ends_s": _gather_ends(me, args)}
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "grad_norms": (min(norms), max(norms)),
+        "gather_ends_s": _gather_ends(me, args),
+    }
 
 
-def bound(args: Mapping[str, Any], compute_s: float, communication_s: float) -> float:
+def bound(args: Mapping[str, Any], compute_s: float, communication_s: float, *, early: bool = False) -> float:
     """The share that the schedule can hide: equal layers, a forward half of a backward, gather and sum equally long."""
     from hpc_train.plan.hidden import hidden_share
     from hpc_train.plan.schedule_collectives import plan_training
@@ -207,7 +224,7 @@ def bound(args: Mapping[str, Any], compute_s: float, communication_s: float) -> 
     chunks, micro_batches = args["layers"], args["micro_batches"]
     forward = round(1e9 * compute_s / (3 * chunks * micro_batches))
     once = round(1e9 * communication_s / (2 * chunks))
-    schedule = plan_training("1f1b", 1, micro_batches, chunks)
+    schedule = plan_training("1f1b", 1, micro_batches, chunks, early_updates=early)
     return hidden_share(schedule, even_costs(forward=forward, backward=2 * forward, gather=once, reduce=once)).share
 
 
@@ -215,36 +232,47 @@ def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, 
     """A round's time is that of its slowest rank; shares and ratios are medians of paired rounds.
 
     Raises:
-        AssertionError: losses differ: with overlap and without in any bit, from DDP's by more than the tolerance.
+        AssertionError: losses differ: between our ways in any bit, from DDP's by more than the tolerance; or gradients
+            were near the norm that is clipped.
     """
     of_ranks = {name: [result["seconds"][name] for result in results] for name in results[0]["seconds"]}
     slowest = {name: [max(times) for times in zip(*seconds, strict=True)] for name, seconds in of_ranks.items()}
     losses = results[0]["losses"]
-    assert losses["overlap"] == losses["no_overlap"], f"overlap changes losses: {losses}"
+    assert losses["early"] == losses["overlap"] == losses["no_overlap"], f"overlap changes losses: {losses}"
+    norms = results[0]["grad_norms"]
+    assert norms[1] < CLIP / 2, f"norms of gradients {norms} are not far below {CLIP}, which is clipped"
     for size in BUCKETS_MB:
         for ours, theirs in zip(losses["overlap"], losses[f"ddp_{size}"], strict=True):
             assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs), f"losses differ from DDP's: {losses}"
     median = {name: statistics.median(times) for name, times in slowest.items()}
     best = min(median[f"ddp_{size}"] for size in BUCKETS_MB)
-    rounds = list(zip(slowest["overlap"], slowest["compute"], slowest["communication"], strict=True))
-    hidden = [1 - (step - compute) / communication for step, compute, communication in rounds]
-    bounds = [bound(args, compute, communication) for _, compute, communication in rounds]
     best_bucket = min(BUCKETS_MB, key=lambda size: median[f"ddp_{size}"])
     return {
-        "what": "median seconds a step of the slowest rank; hidden: 1 - (overlap - compute) / communication",
+        "what": "median seconds a step of the slowest rank; hidden: 1 - (step - compute) / communication",
         "settings": dict(args),
         "load_average": os.getloadavg(),
         "step_s": median,
         "communication / compute": median["communication"] / median["compute"],
+        **{way: _way(args, slowest, way, f"ddp_{best_bucket}") for way in ("early", "overlap")},
+        "best ddp": {"bucket_cap_mb": best_bucket, "step_s": best},
+        "gather_ends_s": results[0]["gather_ends_s"],
+        "grad_norms": norms,
+        "losses": losses,
+    }
+
+
+def _way(args: Mapping[str, Any], slowest: Mapping[str, list[float]], way: str, best_ddp: str) -> dict[str, Any]:
+    """What one of our ways of overlap hides and gains."""
+    rounds = list(zip(slowest[way], slowest["compute"], slowest["communication"], strict=True))
+    hidden = [1 - (step - compute) / communication for step, compute, communication in rounds]
+    bounds = [bound(args, compute, communication, early=way == "early") for _, compute, communication in rounds]
+    return {
         "hidden": statistics.median(hidden),
         "hidden_range": (min(hidden), max(hidden)),
         "bound": statistics.median(bounds),
         "hidden / bound": statistics.median(a / b for a, b in zip(hidden, bounds, strict=True)),
-        "overlap / no_overlap": _ratio(slowest, "overlap", "no_overlap"),
-        "overlap / best ddp": _ratio(slowest, "overlap", f"ddp_{best_bucket}"),
-        "best ddp": {"bucket_cap_mb": best_bucket, "step_s": best},
-        "gather_ends_s": results[0]["gather_ends_s"],
-        "losses": losses,
+        "against no_overlap": _ratio(slowest, way, "no_overlap"),
+        "against best ddp": _ratio(slowest, way, best_ddp),
     }
 
 

@@ -244,10 +244,10 @@ def _train(me: TestRank, case: Case, num_steps: int, dtype: torch.dtype, exact: 
     trace = Trace([], [])
     update = trainer.optimizer.step
 
-    def note_and_update(lr: float) -> None:
+    def note_and_update(*args: Any) -> None:
         if exact:
             trace.gradients.append(counted_gradients(trainer))
-        update(lr)
+        update(*args)
 
     trainer.optimizer.step = note_and_update  # type: ignore[method-assign]
     for step in range(1, num_steps + 1):

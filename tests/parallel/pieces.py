@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,9 +138,9 @@ def _train(me: TestRank, case: PieceCase, tables: Sequence[BatchTable], dtype: t
     trace = Trace([], [])
     update = trainer.optimizer.step
 
-    def note_and_update(lr: float) -> None:
+    def note_and_update(*args: Any) -> None:
         trace.gradients.append(counted_gradients(trainer))
-        update(lr)
+        update(*args)
 
     trainer.optimizer.step = note_and_update  # type: ignore[method-assign]
     for table in tables:

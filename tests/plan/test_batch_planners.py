@@ -20,6 +20,7 @@ from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks, l
 from hpc_train.plan.batch_setup import BatchSetup
 from hpc_train.plan.batch_static import StaticPlanner, smallest_cp
 from hpc_train.plan.batch_times import model_times, ring_tokens
+from hpc_train.plan.schedule_collectives import plan_training
 from hpc_train.plan.schedule_orders import plan_schedule
 
 COSTS = BatchCosts(
@@ -113,7 +114,7 @@ def test_pipelines_that_meet_in_aligned_rings_never_wait_in_a_circle(problem, nu
     problem=problems(most_ranks=6),
     name=st.sampled_from(["static", "naive", "balanced"]),
     num_stages=st.integers(1, 4),
-    virtual_stages=st.integers(2, 3),
+    virtual_stages=st.integers(2, 5),
     kind=st.sampled_from(["1f1b", "zero_bubble"]),
 )
 @settings(max_examples=40)
@@ -126,7 +127,7 @@ def test_interleaved_pipelines_never_wait_in_a_circle(problem, name, num_stages,
         assert name != "balanced"  # whose rings hold whatever the ranks can
         return
     counts = [len(micro_batches) for micro_batches in plan.ranks]
-    check_rings(plan, [plan_schedule(kind, num_stages, count, virtual_stages) for count in counts])
+    check_rings(plan, [plan_training(kind, num_stages, n, virtual_stages, early_updates=True) for n in counts])
 
 
 def test_interleaved_pipelines_with_unequal_numbers_of_micro_batches_wait_in_a_circle():

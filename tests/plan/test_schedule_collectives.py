@@ -9,8 +9,8 @@ import pytest
 from hpc_train.plan.check_schedule import check_in_order, check_pipelines
 from hpc_train.plan.hidden import best_hidden, hidden_share
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule import COLLECTIVES, COMPUTE, Op, Schedule
-from hpc_train.plan.schedule_collectives import add_collectives, plan_evaluation, plan_training
+from hpc_train.plan.schedule import COLLECTIVES, COMPUTE, Action, Op, Schedule
+from hpc_train.plan.schedule_collectives import add_collectives, early_chunks, plan_evaluation, plan_training
 from hpc_train.plan.schedule_orders import plan_schedule
 from hpc_train.plan.simulate import even_costs
 from tests.train.trainers import make_config
@@ -34,7 +34,7 @@ def test_pipelines_side_by_side_gather_and_sum_each_chunk_once_and_nothing_waits
     without = plan_schedule(kind, num_stages, num_micro_batches, virtual)
     for stage, actions in enumerate(schedule.actions):
         assert tuple(action for action in actions if action.op not in COLLECTIVES) == without.actions[stage]
-        for op in COLLECTIVES:
+        for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
             assert sorted(a.model_chunk for a in actions if a.op is op) == list(range(virtual))
 
 
@@ -56,6 +56,44 @@ def test_gathers_are_in_the_order_of_first_forwards_and_sums_right_behind_last_b
             assert before[-1].op is (Op.W if schedule.splits_backward else Op.B)
             assert before[-1].model_chunk == own
             assert not any(a.op in COMPUTE and a.model_chunk == own for a in actions[place:])
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("shape", [(1, 1, 8, True), (2, 2, 4, True), (2, 5, 7, False), (4, 9, 6, False)], ids=str)
+def test_every_third_chunk_is_updated_early_behind_the_sum_of_the_next_one_to_be_summed(kind, shape) -> None:
+    num_stages, num_micro_batches, virtual, tied = shape
+    schedule = plan_training(kind, num_stages, num_micro_batches, virtual, has_tied=tied, early_updates=True)
+    check_pipelines([schedule] * 3)
+    check_in_order(schedule)
+    late = plan_training(kind, num_stages, num_micro_batches, virtual, has_tied=tied)
+    for stage, actions in enumerate(schedule.actions):
+        assert tuple(action for action in actions if action.op is not Op.UPDATE) == late.actions[stage]
+        early = early_chunks(virtual, has_tied_last=tied and stage == num_stages - 1)
+        assert early == tuple(chunk for chunk in (3, 6) if chunk < virtual - (tied and stage == num_stages - 1))
+        for own in early:
+            place = actions.index(Action(Op.UPDATE, model_chunk=own))
+            assert actions[place - 1] == Action(Op.REDUCE_SCATTER, model_chunk=own - 1)
+
+
+def test_an_update_without_or_before_its_sum_is_refused() -> None:
+    from hpc_train.errors import ConfigError
+
+    schedule = plan_training("1f1b", 1, 1, 4, early_updates=True)
+    (actions,) = schedule.actions
+    update = Action(Op.UPDATE, model_chunk=3)
+    others = [action for action in actions if action != update]
+    with pytest.raises(ConfigError, match=r"early update of model_chunk 3.*must come after the reduce-scatter"):
+        check_pipelines([Schedule(1, schedule.chunks, ((update, *others),))])
+
+
+def test_the_time_of_a_step_with_early_updates_is_what_can_be_reckoned_by_hand() -> None:
+    """From the first backward on: eight of 8, the last one's sum of 5, and three gathers of 5 behind it, of chunks 0 to
+    2, each before its forward; the others are there when forwards come to them, which are six of 4 with chunk 2's.
+    """
+    schedule = plan_training("1f1b", 1, 1, 8, early_updates=True)
+    share, period = _shares(schedule, forward=4, backward=8, gather=5, reduce=5)
+    assert period == 69 + 3 * 5 + 6 * 4
+    assert share == pytest.approx(1 - (period - 8 * 12) / (16 * 5))
 
 
 def test_an_evaluation_gathers_and_sums_nothing() -> None:
@@ -102,12 +140,13 @@ def test_a_plan_s_bound_falls_with_more_communication_and_fewer_chunks_and_is_le
         config = make_config(model, parallel, global_batch_size=dp * micro_batches)
         return [share for _, share in best_hidden(config, Mesh(1, dp, 1, 1), (0.2, 0.8, 3.0))]
 
-    chunks = shares(2, virtual_stages=8)
+    early = shares(2, virtual_stages=8)
+    chunks = shares(2, virtual_stages=8, early_updates=False)
     assert chunks == sorted(chunks, reverse=True)
-    assert 0.7 < chunks[1] < 0.85
+    assert 0.7 < chunks[1] < 0.81 < 0.84 < early[1] < 0.88
     assert shares(2) == pytest.approx([0.0] * 3, abs=1e-3)
     assert all(few < many for few, many in zip(shares(2, virtual_stages=2), chunks, strict=True))
-    assert all(four <= one for four, one in zip(shares(2, 4, virtual_stages=8), chunks, strict=True))
+    assert all(four <= one for four, one in zip(shares(2, 4, virtual_stages=8), early, strict=True))
     assert shares(1) == shares(2, overlap=False) == []
 
 

@@ -27,6 +27,7 @@ class FakeTrainer:
     step_s: float = 0.0
     same_until: int = 1_000_000
     is_inside: bool = False
+    is_finished: bool = False
     evaluated: list[Any] = field(default_factory=list)
 
     def step(
@@ -39,6 +40,9 @@ class FakeTrainer:
         wanted = stop_wanted()
         self.is_inside = False
         return StepResult(1.0, 1.0, 8, 8, False, wanted, has_same_plan=number <= self.same_until)
+
+    def finish(self) -> None:
+        self.is_finished = True
 
     def evaluate(self, steps: Iterable[Any]) -> float:
         for batches in steps:

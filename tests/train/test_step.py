@@ -199,9 +199,9 @@ def test_overlap_changes_no_bit_and_each_chunk_is_gathered_and_summed_once_a_ste
     for (losses, weights, begun), (losses_off, weights_off, begun_off) in zip(with_overlap, without, strict=True):
         assert losses == losses_off
         assert torch.equal(weights, weights_off)
-        # In the first step all ranks have the same parameters, and an evaluation leaves what the next step needs.
-        beside_data = [gathers[0], "data", *gathers[1:], *sums]
-        assert begun == [["data", *sums], beside_data, beside_data, gathers, ["data", *sums]]
+        # Beside the next data; what an evaluation needs is on its way, and the next step has it from there.
+        step = ["data", *sums, *gathers]
+        assert begun == [step, step, step, [], step]
         assert begun_off[1] == ["data", *gathers, *sums]
     assert torch.equal(with_overlap[0][1], with_overlap[1][1])
 

@@ -149,7 +149,7 @@ def test_signals_at_random_moments_give_one_complete_save_each_at_a_step_border(
         stopped = loop.train(run)
         timer.join()
         assert stopped == Stopped(run.step, "SIGUSR2 on 1 of 1 ranks", True), number
-        assert fake.saved == [(run.step, True)], number
+        assert fake.saved == [(run.step, True)] and fake.trainer.is_finished, number
 
 
 def test_a_stop_wish_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
