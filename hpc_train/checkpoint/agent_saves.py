@@ -191,6 +191,9 @@ class AgentSaves:
         try:
             if pending.is_for_store:
                 self._settle_store(pending)
+            else:
+                # Until agents copy it, which the next save may stop. Of one that has ended all hear at that save.
+                self._world.control.all_gather(self._outcome(pending, commit=True))
         finally:
             self._pending = None
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -31,7 +32,7 @@ from hpc_train.errors import CheckpointError, HpcTrainError
 Log = Callable[[str], None]
 
 _BEFORE_S = 10.0
-"""For the thread of the copy before to end; assumed: one that was given up ends in half a second, or hangs."""
+"""For the copy before to end; assumed: one that was given up ends in half a second, or hangs."""
 _LOOK_S = 0.2
 _NO_USE = "the store has what this copy has"
 
@@ -134,7 +135,7 @@ class NodeCopies:
                 ) from problem
         self._keeper: Keeper | None = None
         self._last: Copying | None = None
-        self._thread: threading.Thread | None = None
+        self._turn, self._turn_of = threading.Lock(), 0
         self._dropping: threading.Thread | None = None
         self._is_dropped = False
 
@@ -160,13 +161,13 @@ class NodeCopies:
         if order["whole"] is not None and order["whole"] not in self._whole:
             self._whole = [*self._whole, str(order["whole"])][-self._keep :]
         name = PartName(step, token, self._node, self._num_nodes)
-        copying, before = Copying(step, self._node, self._bytes_per_s), self._thread
+        copying = Copying(step, self._node, self._bytes_per_s)
         keep, work = {*self._whole, token}, (name, parts, values, order["store_step"])
 
         def run() -> None:
             try:
-                self._wait_for(before, step)
-                self._make(copying, keep, *work)
+                with self._my_turn(step):
+                    self._make(copying, keep, *work)
             except Exception as problem:
                 why = str(problem) if isinstance(problem, HpcTrainError) else in_words(problem, self._folder.root)
                 self._log(f"copies: step {step}: {why}")
@@ -182,7 +183,6 @@ class NodeCopies:
         self._last = copying
         try:
             thread.start()
-            self._thread = thread
         except RuntimeError as problem:
             copying.end(f"no thread is to be had for the copy of step {step}: {problem}")
         return copying
@@ -205,12 +205,16 @@ class NodeCopies:
         if self._dropping is not None:
             self._dropping.join(limit_s)
 
-    @staticmethod
-    def _wait_for(before: threading.Thread | None, step: int) -> None:
-        if before is not None:
-            before.join(_BEFORE_S)
-            if before.is_alive():
-                raise CheckpointError(f"the {before.name} hangs still, so that step {step} is not copied")
+    @contextmanager
+    def _my_turn(self, step: int) -> Iterator[None]:
+        """One copy at a time: those that hang do not become many."""
+        if not self._turn.acquire(timeout=_BEFORE_S):
+            raise CheckpointError(f"the copy of step {self._turn_of} hangs still, so that step {step} is not copied")
+        self._turn_of = step
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _make(
         self,

@@ -142,9 +142,9 @@ def test_who_does_not_know_the_secret_is_heard_shortly_and_holds_nobody_up(
             assert b"proof" in liar.recv(1 << 16)
             liar.sendall(b'{"record_bytes": 2, "sha256": "00", "proof": "00"}\n')
             assert b"does not know the secret" in _all_of(liar)
+        received: list[int] = []
+        monkeypatch.setattr(copy_wire.Conversation, "_patiently", _counted(received))
         with _stranger(keeper) as talker:
-            received: list[int] = []
-            monkeypatch.setattr(copy_wire.Conversation, "_patiently", _counted(received))
             with suppress(ConnectionError):
                 talker.sendall(b"x" * 100_000)
             _all_of(talker)

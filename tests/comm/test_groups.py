@@ -117,7 +117,7 @@ def _count(me: TestRank, port: int, mesh: Mesh, plan: GroupPlan) -> tuple[int, l
     return len(distributed_c10d._world.pg_names) - before, counting.operations
 
 
-@pytest.mark.parametrize("side", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("side", [2, 4, 8])
 def test_store_operations_of_a_rank_depend_on_its_axes_alone(side: int, store: Any) -> None:
     """4, 16 and 64 ranks, 4 to 16 groups: the last to arrive in each of two groups has one operation more."""
     mesh = Mesh(pp=1, dp=side, cp=1, tp=side)

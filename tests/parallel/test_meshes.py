@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,20 +45,14 @@ def _of_sizes(*long_sizes: int) -> list[Any]:
     return [pytest.param(size, marks=[pytest.mark.long] if size in long_sizes else []) for size in WORLD_SIZES]
 
 
-_KNOWN: dict[tuple[Case, int, torch.dtype, bool], Trace] = {}
+@cache
+def _reference(case: Case, num_steps: int, dtype: torch.dtype, exact: bool) -> Trace:
+    (traces,) = run_ranks(train_cases, 1, [case], num_steps, dtype, exact, timeout_s=100)
+    return traces[0]
 
 
-def _references(cases: Sequence[Case], num_steps: int, dtype: torch.dtype, exact: bool) -> list[Trace]:
-    """What one rank sees of each case, in one start of it; what is known already is not trained again."""
-    wanted = [(case.reference(), num_steps, dtype, exact) for case in cases]
-    new = list(dict.fromkeys(one for one in wanted if one not in _KNOWN))
-    if new:
-        (traces,) = run_ranks(train_cases, 1, [case for case, *_ in new], num_steps, dtype, exact, timeout_s=500)
-        _KNOWN.update(zip(new, traces, strict=True))
-    return [_KNOWN[one] for one in wanted]
-
-
-def _check_gradients(case: Case, traces: Sequence[Trace], reference: Trace, num_steps: int) -> None:
+def _check_gradients(case: Case, traces: Sequence[Trace], num_steps: int) -> None:
+    reference = _reference(case.reference(), num_steps, torch.float64, True)
     # With summands rounded to bf16 on their way, each by 2^-9 at most, updates differ and later steps with them.
     tolerance = 1e-9 if case.wire == "fp32" else BF16_TOLERANCE
     for step in range(num_steps if case.wire == "fp32" else 1):
@@ -77,10 +72,9 @@ def test_in_fp64_each_parameter_s_gradient_is_that_of_one_rank(world_size: int) 
     bf16, one step to its rounding.
     """
     cases = [case for case in CASES if case.world_size == world_size]
-    references = _references(cases, 3, torch.float64, True)
     of_ranks = run_ranks(train_cases, world_size, cases, 3, torch.float64, True, timeout_s=500)
     for index, case in enumerate(cases):
-        _check_gradients(case, [traces[index] for traces in of_ranks], references[index], 3)
+        _check_gradients(case, [traces[index] for traces in of_ranks], 3)
 
 
 def test_the_covering_array_is_no_longer_than_it_may_be() -> None:
@@ -113,18 +107,18 @@ def test_in_fp32_losses_and_norms_are_those_of_one_rank(world_size: int) -> None
     """10 steps, to 1e-5 of the value."""
     cases = [case for case in ONE_EACH if case.world_size == world_size]
     of_ranks = run_ranks(train_cases, world_size, cases, 10, torch.float32, False, timeout_s=500)
-    references = _references(cases, 10, torch.float32, False)
     for traces in of_ranks:
-        for case, trace, reference in zip(cases, traces, references, strict=True):
+        for case, trace in zip(cases, traces, strict=True):
+            reference = _reference(case.reference(), 10, torch.float32, False)
             np.testing.assert_allclose(trace.figures, reference.figures, rtol=1e-5, err_msg=str(case))
 
 
 def test_in_bf16_losses_follow_fp32_to_its_rounding() -> None:
     """bf16 has 8 bits of mantissa: a loss is off by some 2^-8 of its value, and a norm by twice that."""
     cases = [Case(2, 1, 2, "llama-gqa", sequence_parallel=True, tied=True), Case(1, 2, 2, "gpt", recompute="full")]
-    references = _references(cases, 5, torch.float32, False)
     for traces in run_ranks(train_cases, 4, cases, 5, torch.bfloat16, False, timeout_s=100):
-        for trace, reference in zip(traces, references, strict=True):
+        for case, trace in zip(cases, traces, strict=True):
+            reference = _reference(case.reference(), 5, torch.float32, False)
             for (loss, norm), (loss_ref, norm_ref) in zip(trace.figures, reference.figures, strict=True):
                 assert loss == pytest.approx(loss_ref, rel=2e-2)
                 assert norm == pytest.approx(norm_ref, rel=5e-2)
@@ -137,7 +131,6 @@ def test_in_fp64_every_mixture_of_options_on_every_mesh_gives_one_rank_s_gradien
     cases = all_cases(mesh, seed=sum(mesh))
     for first in range(0, len(cases), 12):
         some = cases[first : first + 12]
-        references = _references(some, 3, torch.float64, True)
         of_ranks = run_ranks(train_cases, some[0].world_size, some, 3, torch.float64, True, timeout_s=900)
         for index, case in enumerate(some):
-            _check_gradients(case, [traces[index] for traces in of_ranks], references[index], 3)
+            _check_gradients(case, [traces[index] for traces in of_ranks], 3)

@@ -34,7 +34,6 @@ class Case:
     via: str = "sbatch"
     array: str | None = None
     num_nodes: int = 1
-    ranks_per_node: int = 2
     flags: Sequence[str] = ()
     overrides: Sequence[str] = ()
     interruptions: list[Interruption] = field(default_factory=list)
@@ -89,8 +88,7 @@ class Centre:
 
     def submit(self, case: Case, *flags: str) -> None:
         words = ["submit", str(self.folder / "config.yaml"), f"name={case.name}", *case.overrides, "--via", case.via]
-        words += ["-N", str(case.num_nodes), "--ntasks-per-node", str(case.ranks_per_node), "--parsable"]
-        words += [*case.flags, *flags]
+        words += ["-N", str(case.num_nodes), "--ntasks-per-node", "2", "--parsable", *case.flags, *flags]
         if case.array:
             words += ["--array", case.array]
         submitted = self.hpc_train(*words)

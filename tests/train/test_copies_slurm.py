@@ -38,13 +38,14 @@ class _Kill:
     def __init__(self, centre: Centre, disks: Path, case: Callable[[], Case], lost: Callable[[list[int]], list[int]]):
         """lost: by the nodes' keepers, which nodes lose their disks."""
         self._centre, self._disks, self._case, self._lost = centre, disks, case, lost
-        self.last_step = 0
+        self.last_step, self.at = 0, 0.0
 
     def __call__(self, job: str) -> None:
         case, random_ = self._case(), random.Random()
         time.sleep(random_.random())
         victim = random_.choice(self._ranks())
         self.last_step = case.last_step()
+        self.at = time.time()
         os.kill(victim, signal.SIGKILL)
         deadline = time.monotonic() + 60.0
         while any("node_agent" in words for words in self._centre.processes()):
@@ -101,6 +102,12 @@ def _run(centre: Centre, num_nodes: int, steps: int, lost: list[Callable[[list[i
     assert not list(disks.rglob("*.distcp")), "the store has the last step"
     said = (case.folder / "logs" / "n1.log").read_text()
     resumed = re.findall(r"resumed from (\S+) at step (\d+)", said)
+    lines = map(json.loads, (case.folder / "metrics.jsonl").read_text().splitlines())
+    ended = {line["step"]: line["time"] for line in lines}
+    for (path, step), kill in zip(resumed, kills, strict=True):
+        from_where = "the disks" if path.startswith(str(disks)) else "the store"
+        back_s = ended[int(step) + 1] - kill.at
+        print(f"killed at step {kill.last_step}: on from step {step} of {from_where}, one step on after {back_s:.1f} s")
     return [(path, int(step), kill) for (path, step), kill in zip(resumed, kills, strict=True)], said
 
 

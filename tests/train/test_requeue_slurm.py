@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.faults.plan import FaultPlan
-from tests.train.forked_runs import train_forked
 from tests.train.requeued import Case, Centre, Interruption
-from tests.train.runs import metrics
+from tests.train.runs import hpc_train, metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -22,6 +21,14 @@ STEPS = 40
 @pytest.fixture
 def centre(slurm: Any, tmp_path: Path) -> Centre:
     return Centre(slurm, tmp_path)
+
+
+def _alone(centre: Centre) -> list[dict[str, object]]:
+    """The metrics of a run that nobody stops."""
+    words = ["run", str(centre.folder / "config.yaml"), "-n", "2", "--run-dir", str(centre.folder / "alone")]
+    done = hpc_train(words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return metrics(centre.folder / "alone")
 
 
 def _check(case: Case, alone: list[dict[str, object]], *, attempts: int | None = None) -> None:
@@ -45,25 +52,23 @@ def test_usr2_requeues_a_job_or_one_task_of_an_array_which_goes_on_bit_for_bit(c
 
     One job gets it three times in a row. Beside them a job that never saves ends with code 12, and is not tried again.
     """
+    centre.prepare(FaultPlan().slow(0), steps=STEPS, eval_every=10)
+    alone = _alone(centre)
     centre.prepare(FaultPlan().slow(250), steps=STEPS, eval_every=10)
     to_steps, to_shell = centre.scancel("--signal=USR2"), centre.scancel("--signal=USR2", "--batch")
     thrice = Case(
         "thrice", interruptions=[Interruption(3, to_steps), Interruption(9, to_shell), Interruption(15, to_steps)]
     )
-    array = Case("array", array="1,2", ranks_per_node=1, interruptions=[Interruption(4, to_shell)])
-    submitit = Case("submitit", via="submitit", ranks_per_node=1, interruptions=[Interruption(4, to_shell)])
-    submitit_array = Case(
-        "both", via="submitit", array="3", ranks_per_node=1, interruptions=[Interruption(4, to_steps)]
-    )
-    stuck = Case("stuck", ranks_per_node=1, overrides=["launch.requeue=failed", "launch.max_stalled=2"])
+    array = Case("array", array="1,2", interruptions=[Interruption(4, to_shell)])
+    submitit = Case("submitit", via="submitit", interruptions=[Interruption(4, to_shell)])
+    submitit_array = Case("both", via="submitit", array="3", interruptions=[Interruption(4, to_steps)])
+    stuck = Case("stuck", overrides=["launch.requeue=failed", "launch.max_stalled=2"])
     for case in (thrice, array, submitit, submitit_array):
         centre.submit(case)
-    centre.prepare(FaultPlan().kill(rank=0, step=2), steps=STEPS)
+    centre.prepare(FaultPlan().kill(rank=1, step=2), steps=STEPS)
     centre.submit(stuck)
     centre.see_to_the_end([thrice, array, submitit, submitit_array, stuck], timeout_s=500)
-    centre.prepare(FaultPlan(), steps=STEPS, eval_every=10)
-    _check(thrice, train_forked(centre.folder, "alone-2", 2), attempts=4)
-    alone = train_forked(centre.folder, "alone-1", 1)
+    _check(thrice, alone, attempts=4)
     for case in (array, submitit, submitit_array):
         _check(case, alone, attempts=2)
     other = Case("other", folder=array.others[0], job=array.others[0].name)
@@ -107,8 +112,9 @@ def _preempt(centre: Centre) -> Any:
 def _time_limit_and_preemption(centre: Centre, cases: list[Case]) -> None:
     # More than a minute of steps, so that a job of one minute needs at least two starts.
     steps = 120
+    centre.prepare(FaultPlan().slow(0), steps=steps, eval_every=50)
+    alone = _alone(centre)
     centre.prepare(FaultPlan().slow(500), steps=steps, eval_every=50)
-    alone = train_forked(centre.folder, "alone", 2)
     for case in cases:
         centre.submit(case)
     centre.see_to_the_end(cases, timeout_s=540)
