@@ -77,11 +77,11 @@ def test_a_chain_at_work_is_cancelled_whole_and_its_folder_can_be_gone_on_with(s
     config = write_training_config(
         tmp_path, train={"steps": 100000, "log_every": 1}, checkpoint={"every": 5, "keep": 2}
     )
-    submitted = hpc_train(slurm, "submit", str(config), "-n", "2", "--chain", "3", "--parsable")
+    submitted = hpc_train(slurm, "submit", str(config), "-n", "1", "--chain", "3", "--parsable")
     job, *later = submitted.stdout.split()
     folder = tmp_path / "runs" / "little" / job
     wait_for("a checkpoint", lambda: list(folder.glob("checkpoints/step_*")))
-    refused = hpc_train(slurm, "submit", str(config), "-n", "2", "--run-dir", str(folder))
+    refused = hpc_train(slurm, "submit", str(config), "-n", "1", "--run-dir", str(folder))
     assert refused.returncode == 2
     assert f"Slurm job {job}" in refused.stderr
     cancelled = hpc_train(slurm, "cancel", job)
@@ -93,7 +93,7 @@ def test_a_chain_at_work_is_cancelled_whole_and_its_folder_can_be_gone_on_with(s
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     steps = last + 3
     again = hpc_train(
-        slurm, "submit", str(config), f"train.steps={steps}", "-n", "2", "--run-dir", str(folder), "--follow"
+        slurm, "submit", str(config), f"train.steps={steps}", "-n", "1", "--run-dir", str(folder), "--follow"
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"step {steps}/{steps}" in again.stdout
