@@ -50,7 +50,7 @@ def test_a_library_that_does_not_speak_the_plugin_is_refused_with_its_cure(
     assert not list((tmp_path / "run/logs").glob("n*.log")), "ranks were started"
     script = tmp_path / "script.py"
     script.write_text("import hpc_train\nhpc_train.bootstrap()\n")
-    srun = ["srun", f"--mpi={MISFITS[kind]}", "-N2", "-n4", "--ntasks-per-node=2", sys.executable, str(script)]
+    srun = ["srun", f"--mpi={MISFITS[kind]}", "-N2", "-n2", sys.executable, str(script)]
     result = slurm.run(srun, timeout=100, env=env)
     assert result.returncode == 3, result.stdout + result.stderr
     assert result.stderr.count("does not speak") == 1, result.stderr
