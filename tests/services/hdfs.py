@@ -183,7 +183,7 @@ class HdfsCluster:
 
     def wait_for_data_nodes(self, count: int | None = None) -> None:
         wanted = self._num_data_nodes if count is None else count
-        self.wait(lambda state: state["NumLiveDataNodes"] == wanted)
+        self.wait(lambda state: state["NumLiveDataNodes"] == wanted and self._data_nodes_answer())
 
     def wait(self, is_ready: Callable[[dict], bool]) -> None:
         """Until the name node's own account of itself is as wanted."""
@@ -293,6 +293,14 @@ class HdfsCluster:
     def _data_http_ports(self) -> list[int]:
         live = json.loads(self._beans(self._ports[1], "Hadoop:service=NameNode,name=NameNodeInfo")[0]["LiveNodes"])
         return [int(node["infoAddr"].rpartition(":")[2]) for node in live.values()]
+
+    def _data_nodes_answer(self) -> bool:
+        """The name node counts one that was killed for 12 s more; one that is started again has another port."""
+        for port in self._data_http_ports():
+            with socket.socket() as probe:
+                if probe.connect_ex((self._address, port)) != 0:
+                    return False
+        return True
 
     def _metric(self, port: int, name: str, key: str) -> int:
         beans = self._beans(port, f"Hadoop:service=DataNode,name={name}*")
