@@ -42,6 +42,7 @@ class _Save:
     """A save that ranks have begun. failure: why it does not come.
 
     copy: what node-local copies have to know, where some are to be made; is_for_store: false: it is for these alone.
+    is_taken_up: the writing thread has it, which may be busy with what was before for long.
     is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
     node of rank 0, anywhere, but older ones may still be removed. copying: to the nodes' own disks, which begins then.
     """
@@ -53,6 +54,7 @@ class _Save:
     values: dict[str, Any] = field(default_factory=dict)
     copy: dict[str, Any] | None = None
     is_for_store: bool = True
+    is_taken_up: bool = False
     failure: str | None = None
     is_node_done: bool = False
     is_done: bool = False
@@ -64,6 +66,13 @@ class _Save:
     def is_free(self) -> bool:
         """Whether it is neither written nor copied, so that the memory may be filled again."""
         return self.is_done and (self.copying is None or self.copying.is_over)
+
+    def make_way(self, why: str) -> None:
+        """Give up its copies, so that a save to the store need not wait for them."""
+        if self.copying is not None:
+            self.copying.give_up(why)
+        elif not (self.is_for_store or self.is_taken_up):
+            self.is_done = True  # the thread still removes older checkpoints: nothing of this one is read
 
     def fail(self, why: str) -> None:
         """It does not come; nothing happens to one that is done."""
@@ -190,7 +199,7 @@ class Session:
         """Whether the save before is done (`busy` tells how far it is) and whether it failed; and of its copies.
 
         message: `step`; `hurry`: what is written from now on is bound by no rate; `is_for_store`, unless it is: a save
-        to the store does not wait for copies of the one before, which are given up.
+        to the store does not wait for copies of the one before, which are given up, also those not begun.
         """
         from hpc_train.checkpoint.write import Flow
 
@@ -198,8 +207,8 @@ class Session:
         with self._changed:
             save = self._save
             if save is not None and save.token != token:
-                if save.copying is not None and bool(message.get("is_for_store", True)):
-                    save.copying.give_up(f"the save of step {step} to the store goes first")
+                if bool(message.get("is_for_store", True)):
+                    save.make_way(f"the save of step {step} to the store goes first")
                 elif save.copying is not None:
                     save.copying.give_up_if_hanging()
                 if not save.is_free:
@@ -347,6 +356,7 @@ class Session:
                 save = self._save
                 is_open = save is not None and not save.is_done
                 if save is not None and is_open and (len(save.taken) == self._count or save.failure is not None):
+                    save.is_taken_up = True
                     return save
                 if self._is_closing and not is_open:
                     return None

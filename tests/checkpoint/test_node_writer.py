@@ -285,6 +285,25 @@ def test_what_fails_behind_the_commit_is_told_and_the_save_stands(
     assert "is saved, but" in log and "the quota is used up" in log and "somebody was quicker" in log
 
 
+def test_a_copy_that_waits_behind_the_removal_of_older_checkpoints_makes_way_for_a_save_to_the_store(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(node_save, "thin_out", lambda target, log: is_over.wait(20))
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1, keep=1)]
+    _begin([rank], "0a1", 7)
+    rank.take("0a1", 7)
+    assert rank.wait("0a1", commit=True)["failed"] is None
+    _begin([rank], "0a2", 8)
+    rank.take("0a2", 8, is_for_store=False, copy={"whole": None, "store_step": 7})
+    _begin([rank], "0a3", 9)
+    assert rank.outcome("0a2", commit=True)["is_known"], "who waits for the copy goes on"
+    rank.take("0a3", 9)
+    is_over.set()
+    assert rank.wait("0a3", commit=True)["failed"] is None
+    check_step(tmp_path, 9, 1)
+
+
 class _Panic(BaseException):
     """As clients in Rust raise it."""
 
