@@ -33,7 +33,7 @@ def first_failure(run_dir: Path, end: RanksEnd) -> dict[str, Any] | None:
         return recorded
     if left_with_reason(end):
         # A rank has said what is wrong by its code, and the launcher ended the others for it.
-        return None if recorded is None or kind_of(recorded) is FailureKind.ENDED else recorded
+        return None if recorded is None else _who_left(recorded)
     tasks = _tasks(run_dir)
     outside = _from_outside(end, tasks)
     if outside is not None and (recorded is None or was_ended(recorded)):
@@ -65,11 +65,19 @@ def left_with_reason(end: RanksEnd) -> bool:
     return end.code in _OF_THE_TABLE or (end.bad_end is not None and end.bad_end.exit_code in _OF_THE_TABLE)
 
 
+def _who_left(recorded: dict[str, Any]) -> dict[str, Any] | None:
+    """The record, with the code that the rank left with; None where the rank was ended for one that left."""
+    if kind_of(recorded) is not FailureKind.ENDED:
+        return recorded
+    code = recorded.get("returncode")
+    return {**recorded, "exit_code": code} if code in _OF_THE_TABLE else None
+
+
 def _from_outside(end: RanksEnd, tasks: Mapping[int, tuple[int, str]]) -> str | None:
     """How all ranks were ended together, where they were; else one ended, and the launcher ended the others for it."""
-    if end.code < 0:
-        return f"the launcher itself was ended by {describe_signal(-end.code)}, and they with it"
     bad_end = end.bad_end
+    if end.code < 0 and (bad_end is None or bad_end.signal in _BY_OTHERS):
+        return f"the launcher itself was ended by {describe_signal(-end.code)}, and they with it"
     if bad_end is None or bad_end.signal != signal.SIGKILL or len(tasks) < 2 or not tasks.keys() <= {*bad_end.tasks}:
         return None
     memory = ", since memory was out" if bad_end.is_out_of_memory else ""

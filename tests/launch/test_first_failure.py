@@ -130,6 +130,15 @@ def test_the_death_that_made_somebody_end_the_whole_step_is_what_counts(tmp_path
     assert decided(tmp_path, RanksEnd(-9)).reason == f"rank 1 on n1: {fault}"
 
 
+def test_a_launcher_that_is_killed_behind_a_rank_that_failed_is_not_the_cause(tmp_path: Path) -> None:
+    """The agent of that rank's node is gone too, so only srun has told of it."""
+    on_slurm(tmp_path)
+    fault = "ended without a word; srun says that it was killed by signal 11 (SIGSEGV)"
+    assert decided(tmp_path, RanksEnd(-9, bad_end=BadEnd("srun", (2,), signal=11))).reason == f"rank 1 on n2: {fault}"
+    left = decided(tmp_path, RanksEnd(-9, bad_end=BadEnd("srun", (2,), exit_code=7)))
+    assert "no rank has failed" not in left.reason
+
+
 def test_ranks_that_were_killed_together_but_not_with_all_others_are_named_together(tmp_path: Path) -> None:
     on_slurm(tmp_path)
     recorded(tmp_path, "ended", 3, KILLED, returncode=-9)
@@ -224,6 +233,16 @@ def test_ranks_that_the_launcher_killed_since_one_left_with_a_reason_are_no_fail
     assert not (tmp_path / "failure.json").exists()
     recorded(tmp_path, "ended", 0, KILLED)
     assert first_failure(tmp_path, RanksEnd(137, bad_end=BadEnd("srun", (1,), exit_code=4))) is None
+
+
+@pytest.mark.parametrize("code", [5, 11])
+def test_a_rank_that_a_library_ends_with_a_code_of_the_table_is_named(tmp_path: Path, code: int) -> None:
+    """MPI_Abort with an error class: the code is the table's by chance, and the agent saw whose it was."""
+    message = f"ended without a word: exit code {code}"
+    recorded(tmp_path, "ended", 3, message, returncode=code)
+    outcome = decided(tmp_path, RanksEnd(code, bad_end=BadEnd("srun", (2,), exit_code=code)))
+    assert (outcome.exit_code, outcome.reason) == (code, f"rank 3 on n1: {message}")
+    assert on_record(tmp_path)["rank"] == 3
 
 
 @pytest.mark.parametrize("end", [RanksEnd(0), RanksEnd(143, forced="the driver got SIGINT"), RanksEnd(143, "too late")])
