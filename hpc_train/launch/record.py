@@ -43,10 +43,13 @@ class JobLog:
         self._is_output = (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
     def say(self, text: str) -> None:
+        """Raises nothing: ranks, and agents that write a checkpoint to its end, must not be ended by a full disk."""
         if not self._quiet:
-            log.say(f"hpc-train: {text}")
+            with suppress(OSError):
+                log.say(f"hpc-train: {text}")
         if not self._is_output or self._quiet:
-            os.write(self._descriptor, f"{log.timestamp()} driver | {text}\n".encode(errors="replace"))
+            with suppress(OSError):
+                os.write(self._descriptor, f"{log.timestamp()} driver | {text}\n".encode(errors="replace"))
 
 
 def banner(attempt: int, job_id: str | None) -> str:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_train.launch.ranks import RanksEnd
-from hpc_train.launch.record import decide_outcome, environment_text, failure_text, write_outcome
+from hpc_train.launch.record import JobLog, decide_outcome, environment_text, failure_text, write_outcome
+from hpc_train.log import LineWriter
 
 
 def failure(run_dir: Path, **more: object) -> None:
@@ -86,3 +89,16 @@ def test_ranks_that_the_stop_signal_ended_while_they_started_are_started_again(t
     assert (decided.outcome, decided.exit_code) == ("interrupted", 10)
     assert "a rank got SIGUSR2 before it could handle it" in decided.reason
     assert decide_outcome(tmp_path, RanksEnd(140)).exit_code == 1
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_log_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
+) -> None:
+    """The disk is full while agents write the last checkpoint to another store."""
+    (tmp_path / "logs").mkdir()
+    job_log = JobLog(tmp_path, quiet=quiet)
+    with open("/dev/full", "w") as full, open("/dev/full", "wb", buffering=0) as output:
+        os.dup2(full.fileno(), job_log._descriptor)
+        monkeypatch.setattr(sys, "stdout", LineWriter(output.fileno(), "n1 driver"))
+        job_log.say("the ranks have ended, and the node agents write on")
