@@ -10,6 +10,9 @@ _TELL_THE_SITE = "Wait, or tell the site."
 _NEW_TICKET = "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME)."
 _SPACE_CURE = "Remove old checkpoints (checkpoint.keep, `hpc-train ckpt prune`), or ask the site for more."
 
+_PATH = re.compile(r"/[^\s\"',;:()\[\]]*")
+"""Of a file or a host: what it is called says nothing of the cause."""
+
 # In this order: the first that is found in the words of a failure.
 _CAUSES: list[tuple[str, Cause]] = [
     (
@@ -34,8 +37,18 @@ _CAUSES: list[tuple[str, Cause]] = [
         ),
     ),
     (
-        r"AlreadyBeingCreatedException|RecoveryInProgressException|lease",
+        r"AlreadyBeingCreatedException|RecoveryInProgressException|\b[Ll]ease ?(recovery|holder)",
         Cause("another writer still holds the file's lease", True, "It ends by itself within a minute, or an hour."),
+    ),
+    # Before refused permissions: Hadoop says some of it as an AccessControlException.
+    (
+        r"[Tt]icket expired|CREDENTIALS_EXPIRED",
+        # A site's daemon, or a keytab and cron, may renew it in this moment.
+        Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
+    ),
+    (
+        r"NO_CRED|[Nn]o (valid |Kerberos )?credentials|Kerberos tgt|SIMPLE authentication|cannot authenticate via",
+        Cause("there is no Kerberos ticket", False, _NEW_TICKET),
     ),
     (
         r"AccessControlException|Permission denied",
@@ -50,15 +63,6 @@ _CAUSES: list[tuple[str, Cause]] = [
     (
         r"could only be (replicated|written) to|minReplication",
         Cause("no data node took the block: they are full, dead or excluded", False, _SPACE_CURE),
-    ),
-    (
-        r"[Tt]icket expired|CREDENTIALS_EXPIRED",
-        # A site's daemon, or a keytab and cron, may renew it in this moment.
-        Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
-    ),
-    (
-        r"NO_CRED|[Nn]o (valid |Kerberos )?credentials|Kerberos tgt|SIMPLE authentication",
-        Cause("there is no Kerberos ticket", False, _NEW_TICKET),
     ),
     (
         r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos",
@@ -87,4 +91,5 @@ _OTHER = Cause("HDFS refused", False, "Look at its words:")
 
 def hdfs_cause(words: str) -> Cause:
     """The cause behind a failure, told as class and message."""
+    words = _PATH.sub("/", words)
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, words)), _OTHER)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -45,10 +46,11 @@ _WORDS_OF_ERRNO = {
 }
 
 _ELSEWHERE = Cause(
-    "HDFS refused, and this libhdfs, of before Hadoop 3.0, has said why on standard error alone",
-    False,
+    "HDFS refused or did not answer, and this libhdfs, of before Hadoop 3.0, has said why on standard error alone",
+    True,
     "Look at Java's words in the log of the rank or of the node agent.",
 )
+"""A lost connection has no number of its own there, so it may be one: nothing is known of what lies in the store."""
 
 _process_of_jvm: int | None = None
 """The process whose JVM it is: a fact of the process, and a child of it by a fork has none and can start none."""
@@ -62,9 +64,11 @@ class LibHdfsBackend(Backend):
 
     def __init__(self, authority: str, env: Mapping[str, str]) -> None:
         _require_own_jvm()
-        options = f"{env.get('LIBHDFS_OPTS', '')} {_LEAVE_SIGNALS}".strip()
+        options = env.get("LIBHDFS_OPTS", "").split()
+        if _LEAVE_SIGNALS not in options:  # set by an earlier connection, or by the parent
+            options.append(_LEAVE_SIGNALS)
         # libhdfs looks for both when the JVM starts.
-        tell_libraries({"CLASSPATH": env.get("CLASSPATH") or _class_path(env), "LIBHDFS_OPTS": options})
+        tell_libraries({"CLASSPATH": env.get("CLASSPATH") or _class_path(env), "LIBHDFS_OPTS": " ".join(options)})
         host, _, port = authority.rpartition(":") if ":" in authority else (authority, "", "0")
         # As many copies of a block as Hadoop's configuration says; pyarrow's default is 3.
         self._files: Any = fs.HadoopFileSystem(host or "default", int(port), replication=0)
@@ -72,7 +76,14 @@ class LibHdfsBackend(Backend):
     def entry(self, path: str) -> Entry | None:
         with _with_root_cause():
             found = self._files.get_file_info(path)
-        return None if found.type == fs.FileType.NotFound else _entry(found)
+        if found.type != fs.FileType.NotFound:
+            return _entry(found)
+        # pyarrow says so of every failure to look, also of a name node that is down. A failure to list is raised.
+        name = posixpath.basename(path)
+        try:
+            return next((entry for entry in self.entries(posixpath.dirname(path)) if entry.name == name), None)
+        except FileNotFoundError:
+            return None
 
     def entries(self, path: str) -> list[Entry]:
         with _with_root_cause():
@@ -98,11 +109,14 @@ class LibHdfsBackend(Backend):
                 (self._files.delete_dir if found.is_folder else self._files.delete_file)(path)
 
     def open_read(self, path: str) -> BackendReader:
-        found = self.entry(path)
-        if found is None:
-            raise FileNotFoundError(path)
         with _with_root_cause():
-            return _LibHdfsReader(self._files.open_input_file(path), found.num_bytes)
+            file = self._files.open_input_file(path)
+            try:
+                return _LibHdfsReader(file, file.size())
+            except BaseException:
+                with suppress(Exception):
+                    file.close()
+                raise
 
     def create(self, path: str) -> BackendWriter:
         # libhdfs replaces what is there. Names of files are given once, so nobody else makes it in this moment.

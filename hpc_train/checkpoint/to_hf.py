@@ -51,7 +51,9 @@ def export_hf(
     require_room(target, num_bytes, "the model")
     kept = checkpoint / HF_FOLDER
     given = locate(tokenizer) if tokenizer is not None else None
-    configs = [folder / HF_CONFIG for folder in (kept, given) if folder is not None]
+    # Nothing is asked for below a file: HDFS refuses that to plain users.
+    of_given = [given] if given is not None and not given.is_file() else []
+    configs = [folder / HF_CONFIG for folder in (kept, *of_given)]
     base = next((read_json(path) for path in configs if path.is_file()), None)
     dtypes = sorted({entry.dtype for entry in entries}, key=STORED_TYPES.index)
     with renamed_when_done(target) as temporary:

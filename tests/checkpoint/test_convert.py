@@ -17,10 +17,13 @@ import yaml
 from hpc_train.checkpoint.convert_hf import convert
 from hpc_train.checkpoint.find import read_model
 from hpc_train.checkpoint.hf_folder import as_dtype
+from hpc_train.checkpoint.local_store import LocalBackend
+from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.model_tensors import ModelSpec
 from hpc_train.checkpoint.safetensors_files import SINGLE_FILE, read_header
 from hpc_train.checkpoint.save import save_checkpoint
+from hpc_train.checkpoint.store import Store
 from hpc_train.errors import CheckpointError, ConfigError
 from hpc_train.train.state import state_pieces
 from tests.checkpoint.hf_folders import (
@@ -150,6 +153,21 @@ def test_a_trained_model_gets_the_tokenizer_and_the_token_ids_of_the_folder_name
     assert (tree["eos_token_id"], tree["num_hidden_layers"], tree["rms_norm_eps"]) == (5, 2, 2e-5)
     with pytest.raises(ConfigError, match="has none of the files"):
         convert(tmp_path / "made-of", tmp_path / "out3", tokenizer=tmp_path / "nowhere")
+
+
+def test_nothing_is_asked_for_below_a_tokenizer_that_is_a_file(tmp_path):
+    """HDFS refuses that to a plain user."""
+
+    class Strict(LocalBackend):
+        def entry(self, path):
+            if os.path.isfile(os.path.dirname(path)):
+                raise PermissionError(13, "not a folder", path)
+            return super().entry(path)
+
+    make_hf_folder(tmp_path, "llama")
+    (tmp_path / "tok.json").write_text("{}")
+    tokenizer = Location(Store("", Strict), str(tmp_path / "tok.json"))
+    assert convert(tmp_path / "made-of", tmp_path / "out", tokenizer=tokenizer).carried == ("tokenizer.json",)
 
 
 def test_a_tied_head_that_is_stored_as_well_is_taken_only_if_it_is_the_embedding(tmp_path):

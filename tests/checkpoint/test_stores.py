@@ -200,6 +200,20 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
         ("GSSAPIError: GSS_S_BAD_MIC", "Kerberos or the delegation token was refused", False),
         ("org.apache.hadoop.security.token.SecretManager$InvalidToken: token is expired", "Kerberos", False),
         ("OSError: failed to lookup address information: Name or service not known", "not known here", False),
+        ("BlockMissingException: Could not obtain block: file=/user/me/release/x", "no data node holds", True),
+        (
+            "org.apache.hadoop.security.AccessControlException: Permission denied: user=a, access=WRITE, "
+            'inode="/user/SASL/Kerberos/release/lease recovery":b:c:drwxr-xr-x',
+            "no permission",
+            False,
+        ),
+        ("java.io.IOException: lease recovery is in progress. Try again later.", "lease", True),
+        (
+            "AccessControlException: SIMPLE authentication is not enabled.  Available:[TOKEN, KERBEROS]",
+            "no Kerberos ticket",
+            False,
+        ),
+        ("AccessControlException: Client cannot authenticate via:[TOKEN, KERBEROS]", "no Kerberos ticket", False),
         ("something nobody has seen", "HDFS refused", False),
     ],
 )

@@ -9,13 +9,22 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_train.checkpoint.location import Location, locate
-from hpc_train.checkpoint.store import StoreError
+from hpc_train.checkpoint.store import Patience, StoreError
 from hpc_train.errors import ConfigError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.store_contract import StoreContract
 
 ELEMENTS = 2 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def terms() -> Iterator[list[int]]:
+    """TERMs that have come, listened for since before there was Java in this process."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -55,18 +64,14 @@ def test_a_checkpoint_is_saved_and_loaded(folder: Location) -> None:
 
 def test_what_java_alone_can_say_is_looked_for_in_its_words(capfd: pytest.CaptureFixture[str]) -> None:
     """A folder whose quota is spent: this libhdfs tells no more than a number."""
-    place = locate(f"{os.environ['HPC_TRAIN_TEST_LIBHDFS']}/without-room")
+    place = locate(f"{os.environ['HPC_TRAIN_TEST_LIBHDFS']}/without-room", Patience(total_s=1))
     with pytest.raises(StoreError, match="has said why on standard error alone"):
         (place / "file").write_text("more than nothing")
     assert "QuotaExceededException" in capfd.readouterr().err
 
 
-def test_signals_stay_those_of_this_process() -> None:
+def test_signals_stay_those_of_this_process(folder: Location, terms: list[int]) -> None:
     """Java takes TERM for itself where it is let, and a run that is to save would end."""
-    seen = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert seen == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    (folder / "file").write_text("through Java")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert terms == [signal.SIGTERM]
