@@ -9,8 +9,8 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,8 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
     """Save one step after another, and spoil the disk `times` times; load what is there during and after each time.
 
+    The first time of each kind begins between two saves and lasts until one has failed; the others are at random.
+
     A load that finds other numbers than that step's, or less than was saved before, is an AssertionError, and so is a
     save that fails in other words.
     """
@@ -80,12 +82,17 @@ def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
         for number in range(times):
             time.sleep(2 * save_s * chance.random())
             kind = list(KINDS)[number % 2]
-            spoiled = _full(disk, chance) if kind == "full" else _read_only(disk)
-            with spoiled:
+            is_first = kind not in found.kinds
+            with ExitStack() as spoiled:
+                with saving if is_first else nullcontext():
+                    # The first one of a kind comes between two saves, so that the next one has to fail.
+                    spoiled.enter_context(_full(disk, chance) if kind == "full" else _read_only(disk))
                 newest = found.steps[-1]
                 time.sleep(2 * save_s * chance.random())
                 with saving:
                     assert (plain_state.load(Alone(), place, num_elements) or 0) >= newest
+                if is_first:
+                    _wait_for_a_failure(found, kind)
             found.kinds[kind] += 1
             _wait_for_a_save(found)
             with saving:
@@ -100,9 +107,18 @@ def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
 
 def _wait_for_a_save(found: Found) -> None:
     """That went well, from now on: the disk is well again."""
-    count, deadline = len(found.steps), time.monotonic() + 60
-    while len(found.steps) == count:
-        assert time.monotonic() < deadline, "no save goes well any more"
+    count = len(found.steps)
+    _wait(lambda: len(found.steps) > count, "no save goes well any more")
+
+
+def _wait_for_a_failure(found: Found, kind: str) -> None:
+    _wait(lambda: found.failed[kind], f"no save fails on a disk that is {kind}")
+
+
+def _wait(is_so: Callable[[], object], words: str) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, words
         time.sleep(0.005)
 
 
