@@ -121,10 +121,14 @@ def sound_checkpoints(root: Location) -> Iterator[tuple[Location, Manifest]]:
         yield path, manifest
 
 
-def prune(root: Location, keep: int, tell: Callable[[str], None] = warn) -> None:
+def prune(
+    root: Location, keep: int, tell: Callable[[str], None] = warn, is_enough: Callable[[], bool] = lambda: False
+) -> None:
     """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay.
 
     What cannot be looked at or removed now is told and left for the next time: the save before it went well.
+
+    is_enough: asked after each one that was removed; true leaves the rest for the next time.
     """
     if keep == 0:
         return
@@ -135,6 +139,8 @@ def prune(root: Location, keep: int, tell: Callable[[str], None] = warn) -> None
                 kept += 1
                 if kept > keep:
                     remove_checkpoint(path)
+                    if is_enough():
+                        return
     except (CheckpointError, OSError) as error:
         tell(f"old checkpoints are left: {error}")
 

@@ -152,10 +152,10 @@ def commit(
             log(f"checkpoint: the run folder could not be told of step {step}: {problem}")
 
 
-def thin_out(target: Target, log: Log) -> None:
-    """Remove the checkpoints that are not kept any more; raises nothing."""
+def thin_out(target: Target, log: Log, is_enough: Callable[[], bool]) -> None:
+    """Remove the checkpoints that are not kept any more; raises nothing. is_enough: see `prune`."""
     try:
-        folders.prune(target.root, target.keep, log)
+        folders.prune(target.root, target.keep, log, is_enough)
     except BaseException as problem:  # clients in Rust that panic raise what is no Exception
         log(f"checkpoint: old ones are left: {describe(problem, target)}")
 

@@ -41,6 +41,7 @@ Log = Callable[[str], None]
 class _Save:
     """A save that ranks have begun. failure: why it does not come.
 
+    is_urgent: a time limit is near: it does not wait until all older ones are removed.
     copy: what node-local copies have to know, where some are to be made; is_for_store: false: it is for these alone.
     is_taken_up: the writing thread has it, which may be busy with what was before for long.
     is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
@@ -50,6 +51,7 @@ class _Save:
     token: str
     step: int
     flow: Flow
+    is_urgent: bool = False
     taken: set[int] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
     copy: dict[str, Any] | None = None
@@ -219,7 +221,7 @@ class Session:
                     return {"busy": told, "failed": self._failed(save)}
                 self._before, save = save, None
             if save is None:
-                self._save = _Save(token, step, Flow(None if hurry else self._target.bytes_per_s))
+                self._save = _Save(token, step, Flow(None if hurry else self._target.bytes_per_s), hurry)
                 if len(self._members) < self._count:
                     self._save.fail("a rank of this node has ended")
                     self._changed.notify_all()
@@ -329,10 +331,15 @@ class Session:
                     # Whatever the store has said: what ranks have copied is all here.
                     save.copying = self._copy(save, copies)
             if is_good and self._is_first:
-                node_save.thin_out(self._target, self._log)
+                node_save.thin_out(self._target, self._log, self._is_next_urgent)
         with self._changed:
             self._parts.clear()
             self._index = None
+
+    def _is_next_urgent(self) -> bool:
+        """Whether ranks have begun a save in a hurry, such as before a time limit, behind the one that is done."""
+        with self._changed:
+            return self._save is not None and not self._save.is_done and self._save.is_urgent
 
     def _look_for_trial(self) -> None:
         """See whether the store shows what rank 0 has put there, and tell the ranks."""

@@ -377,6 +377,39 @@ def test_a_last_save_lifts_the_rate_of_the_one_before_and_has_none(agent: Served
     check_step(tmp_path, 8, 2)
 
 
+@pytest.mark.parametrize("hurry", [True, False])
+def test_a_save_in_a_hurry_waits_for_one_removal_and_not_for_all(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurry: bool
+) -> None:
+    def save(rank: NodeRank, step: int) -> None:
+        rank.take(f"0a{step}", step)
+        assert rank.wait(f"0a{step}", commit=True)["failed"] is None
+
+    before = NodeRank(agent, tmp_path, 0, 1, session="before", keep=0)
+    for step in (5, 6):
+        _begin([before], f"0a{step}", step)
+        save(before, step)
+    is_begun, removed, remove = threading.Event(), [], folder.remove_checkpoint
+
+    def remove_late(path: Location) -> None:
+        assert is_begun.wait(20)
+        removed.append((path.name, (tmp_path / "step_0000008").exists()))
+        remove(path)
+
+    monkeypatch.setattr(folder, "remove_checkpoint", remove_late)
+    rank = NodeRank(agent, tmp_path, 0, 1, session="now", keep=1)
+    _begin([rank], "0a7", 7)
+    save(rank, 7)
+    assert rank.begin("0a8", 8, hurry=hurry)["busy"] is None
+    is_begun.set()
+    save(rank, 8)
+    _eventually(lambda: len(removed) == 3)
+    if hurry:
+        assert removed == [("step_0000006", False), ("step_0000007", True), ("step_0000005", True)]
+    else:
+        assert removed == [("step_0000006", False), ("step_0000005", False), ("step_0000007", True)]
+
+
 def test_memory_that_cannot_be_mapped_is_refused_and_given_back(
     agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

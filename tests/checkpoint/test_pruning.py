@@ -76,6 +76,15 @@ def test_a_number_to_keep_is_needed(run: Path, words: list[str]) -> None:
     assert end.value.code == 2 and len(_steps(run)) == 6
 
 
+def test_removing_ends_early_where_that_is_asked_for(run: Path) -> None:
+    """One has gone, so that a run which is always asked for this keeps no more and more of them."""
+    asked: list[list[int]] = []
+    prune(locate(run / "checkpoints"), keep=2, is_enough=lambda: not asked.append(_steps(run)))
+    assert asked == [[1, 2, 3, 5, 6]] and _steps(run) == [1, 2, 3, 5, 6]
+    prune(locate(run / "checkpoints"), keep=2)
+    assert _steps(run) == [5, 6]
+
+
 def _make_newer(run: Path, step: int) -> None:
     path = run / "checkpoints" / f"step_{step:07d}" / MANIFEST_FILE
     tree = json.loads(path.read_text())
