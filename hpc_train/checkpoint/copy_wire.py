@@ -56,6 +56,8 @@ class Conversation:
     def __init__(self, connection: socket.socket, check: Callable[[], None]) -> None:
         """The greeting begins, and has GREETING_S until `greeted`."""
         self._connection, self.check = connection, check
+        self._poll = select.poll()  # not select.select, which takes no descriptors from 1024 on
+        self._poll.register(connection, select.POLLIN)
         self._buffer = bytearray()
         self._deadline: float | None = time.monotonic() + GREETING_S
         connection.settimeout(_TICK_S)
@@ -106,7 +108,7 @@ class Conversation:
 
     def has_answer(self) -> bool:
         """Whether the other end has said something, or has gone."""
-        return bool(self._buffer) or bool(select.select([self._connection], [], [], 0)[0])
+        return bool(self._buffer) or bool(self._poll.poll(0))
 
     def say_no(self, why: str) -> None:
         """Tell the other end, and let it come to hear it: closed at once, the connection would take the word along."""

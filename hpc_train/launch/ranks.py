@@ -154,9 +154,9 @@ def _pass_on_errors(child: subprocess.Popen[bytes], words: LauncherWords) -> Non
     if child.stderr is None:
         return
     for line in child.stderr:
+        words.hear(line)  # first: it notes when the line came, and writing may wait
         with contextlib.suppress(OSError):
             write_all(2, line)
-        words.hear(line)
 
 
 def node_log(run_dir: Path, node: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import re
@@ -19,7 +20,7 @@ import pytest
 from hpc_train.checkpoint import copy_sender, copy_server, copy_wire
 from hpc_train.checkpoint.copy_sender import Keeper, send_part
 from hpc_train.checkpoint.copy_server import CopyServer
-from hpc_train.checkpoint.copy_wire import CopyFailed, proof
+from hpc_train.checkpoint.copy_wire import Conversation, CopyFailed, proof
 from hpc_train.checkpoint.local_folder import NodeFolder
 from hpc_train.checkpoint.local_parts import PartName, PartRecord, record_of, sound_parts
 from hpc_train.checkpoint.node_save import Part, write_parts
@@ -198,6 +199,18 @@ def test_an_owner_that_dies_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         send_part(keeper, record, parts, Flow())
     assert _in(other) == [NAME.folder]
     assert sum("nothing was kept" in line for line in log) == 1
+
+
+def test_an_answer_is_seen_in_a_process_with_many_descriptors() -> None:
+    """select() takes none from 1024 on."""
+    near, far = socket.socketpair()
+    with near, far, socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD_CLOEXEC, 1024)) as high:
+        other = Conversation(high, lambda: None)
+        assert not other.has_answer()
+        far.sendall(b"x")
+        assert other.has_answer()
+        far.close()
+        assert near.recv(1) == b"x" and other.has_answer(), "one that has gone is heard of too"
 
 
 def test_a_keeper_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from hpc_train.launch import ranks
 from hpc_train.launch.launcher_words import BadEnd, LauncherWords
 
 
@@ -82,3 +86,13 @@ def test_that_slurm_ended_a_step_is_kept_however_many_lines_follow() -> None:
     assert heard([over, cancelled, *killed]).said == (cancelled, *killed[-5:])
     of_srun = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-30T10:00:00 ***"
     assert heard([of_srun, *killed]).said == tuple(killed[-5:])
+
+
+def test_the_time_of_a_line_is_when_it_came_and_not_when_it_could_be_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's log is on a file system that hangs, until srun kills the others for the first one."""
+    now, blocked_s = [0.0], iter([30.0, 0.0])
+    monkeypatch.setattr(ranks, "write_all", lambda descriptor, data: now.append(now[-1] + next(blocked_s)))
+    lines = [b"srun: error: n2: task 2: Killed\n", b"srun: error: n1: tasks 0-1,3: Killed\n"]
+    words = LauncherWords(lambda: now[-1])
+    ranks._pass_on_errors(cast("subprocess.Popen[bytes]", SimpleNamespace(stderr=lines)), words)
+    assert words.first_bad_end == BadEnd("srun", (2,), signal=9)
