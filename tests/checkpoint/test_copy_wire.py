@@ -28,6 +28,7 @@ from hpc_train.checkpoint.placed import file_of_rank, place_boxes
 from hpc_train.checkpoint.write import Abandoned, Flow
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
+from tests.node_agents import wait_until
 
 NAME = PartName(7, "0a1", 1, 3)
 SIZES = (1000, 5_000_000, 0)
@@ -257,6 +258,60 @@ def test_a_keeper_that_hangs_is_left_in_time_or_at_once_where_the_copy_is_given_
     monkeypatch.setattr(copy_wire, "SILENCE_S", 0.3)
     with _hanging_keeper() as keeper, pytest.raises(CopyFailed, match=f"at {keeper}: the other end has been silent"):
         send_part(keeper, record, parts, Flow())
+
+
+def test_the_newest_copy_pushes_the_one_before_aside_and_none_is_kept_that_has_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, other, goes_on, ends, blocks = _parts(), _folder(tmp_path), threading.Event(), [], copy_sender._blocks
+    record = _own(_folder(tmp_path, "own"), parts)
+    monkeypatch.setattr(copy_wire, "_TICK_S", 0.05)
+    monkeypatch.setattr(copy_server, "_TURN_S", 5.0)
+
+    def some(record: PartRecord, parts: list[Part]) -> Iterator[memoryview]:
+        for block in blocks(record, parts):
+            yield block
+            if threading.current_thread() is slow:
+                goes_on.wait(20.0)
+
+    def send_slowly() -> None:
+        with pytest.raises(CopyFailed) as raised:
+            send_part(keeper, record, parts, Flow())
+        ends.append(str(raised.value))
+
+    monkeypatch.setattr(copy_sender, "_blocks", some)
+    slow = threading.Thread(target=send_slowly)
+    server = CopyServer("127.0.0.1", "word", other, 1, 3, 20_000_000, print)
+    keeper = Keeper("127.0.0.1", server.port, "word")
+    try:
+        slow.start()
+        wait_until(lambda: _in(other) != [])
+        send_part(keeper, record, parts, Flow())
+        assert NAME.folder in _in(other)
+        goes_on.set()
+        slow.join()
+        assert ["a newer copy has come" in end for end in ends] == [True]
+        other.keep_only(())
+        server.refuse("the store has it")
+        with pytest.raises(CopyFailed, match="the store has it"):
+            send_part(keeper, record, parts, Flow())
+        assert _in(other) == []
+    finally:
+        goes_on.set()
+        server.close(10.0)
+
+
+def test_a_part_that_is_given_up_after_its_last_byte_gets_no_name_and_costs_no_other_one(tmp_path: Path) -> None:
+    parts, folder, flow = _parts(), _folder(tmp_path), Flow()
+    _own(folder, parts)
+    later = PartName(8, "0a2", 1, 3)
+    with pytest.raises(Abandoned, match="the store goes first"), folder.new_part(later) as temporary:
+        record = record_of(later, "a1", 5, None, write_parts(temporary, parts, flow, print))
+        flow.stop("the store goes first")
+        folder.complete(temporary, record, flow.check)
+    with pytest.raises(Abandoned, match="the store goes first"):
+        folder.keep_only((), flow.check)
+    assert _in(folder) == [NAME.folder]
 
 
 def test_only_whole_parts_are_sound_and_only_those_of_saves_that_count_are_left(tmp_path: Path) -> None:
