@@ -289,7 +289,7 @@ def test_a_copy_that_waits_behind_the_removal_of_older_checkpoints_makes_way_for
     agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(node_save, "thin_out", lambda target, log: is_over.wait(20))
+    monkeypatch.setattr(node_save, "thin_out", lambda *told: is_over.wait(20))
     (rank,) = [NodeRank(agent, tmp_path, 0, 1, keep=1)]
     _begin([rank], "0a1", 7)
     rank.take("0a1", 7)
