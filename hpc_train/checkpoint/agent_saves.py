@@ -317,6 +317,10 @@ class AgentSaves:
         busy = next((answer["busy"] for answer in answers if answer.get("busy")), None)
         is_gone = any("gone" in answer for answer in answers)
         is_news = bool(failed) and pending is not None and not pending.is_raised
+        if self._copies is not None and is_for_store and not (is_news or busy or is_gone):
+            # Only now, since a save that is left out stops no copies; and all of them, before any memory changes.
+            answers = self._world.control.all_gather(self._ask({**message, "is_sure": True}))
+            is_gone = any("gone" in answer for answer in answers)
         if not (is_news or busy or is_gone):
             if pending is not None and pending.is_for_store and not pending.is_raised:
                 # All agents have said that they are done with it, and none that it failed.

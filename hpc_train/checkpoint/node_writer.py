@@ -69,6 +69,11 @@ class _Save:
         """Whether it is neither written nor copied, so that the memory may be filled again."""
         return self.is_done and (self.copying is None or self.copying.is_over)
 
+    @property
+    def can_make_way(self) -> bool:
+        """Whether it is free, or is copied at most, or waits to be."""
+        return self.is_done or not (self.is_for_store or self.is_taken_up)
+
     def make_way(self, why: str) -> None:
         """Give up its copies, so that a save to the store need not wait for them."""
         if self.copying is not None:
@@ -201,7 +206,8 @@ class Session:
         """Whether the save before is done (`busy` tells how far it is) and whether it failed; and of its copies.
 
         message: `step`; `hurry`: what is written from now on is bound by no rate; `is_for_store`, unless it is: a save
-        to the store does not wait for copies of the one before, which are given up, also those not begun.
+        to the store does not wait for copies of the one before, also those not begun; `is_sure`: asked again, it goes
+        on, so that these copies are given up.
         """
         from hpc_train.checkpoint.write import Flow
 
@@ -209,17 +215,18 @@ class Session:
         with self._changed:
             save = self._save
             if save is not None and save.token != token:
-                if bool(message.get("is_for_store", True)):
-                    save.make_way(f"the save of step {step} to the store goes first")
-                elif save.copying is not None:
+                is_for_store = bool(message.get("is_for_store", True))
+                if not is_for_store and save.copying is not None:
                     save.copying.give_up_if_hanging()
-                if not save.is_free:
+                if not (save.can_make_way if is_for_store else save.is_free):
                     if hurry:
                         save.flow.hurry()
                     num_bytes = sum(part.num_bytes for part in self._parts.values())
                     told = {"step": save.step, "written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
                     return {"busy": told, "failed": self._failed(save)}
                 self._before, save = save, None
+            elif save is not None and self._before is not None and bool(message.get("is_sure")):
+                self._before.make_way(f"the save of step {step} to the store goes first")
             if save is None:
                 self._save = _Save(token, step, Flow(None if hurry else self._target.bytes_per_s), hurry)
                 if len(self._members) < self._count:
@@ -230,10 +237,11 @@ class Session:
             return {"busy": None, "failed": self._failed(self._before), **told_of_copies}
 
     def cancel(self, token: str) -> None:
-        """The ranks do not go on with a save that they have begun."""
+        """The ranks do not go on with a save that they have begun: the one before is the last again."""
         with self._changed:
             if self._save is not None and self._save.token == token and not self._save.taken:
-                self._save = None
+                self._save, self._before = self._before, None
+                self._changed.notify_all()
 
     def take(self, peer: Peer, token: str, message: Mapping[str, Any]) -> None:
         """A rank's copy is whole.

@@ -124,6 +124,52 @@ def test_a_failed_save_that_is_not_over_everywhere_is_waited_for_or_the_next_one
     assert _steps(tmp_path / "root") == ([3, 2] if when_busy == "wait" else [3])
 
 
+def test_copies_are_stopped_by_a_save_that_is_made_and_by_none_that_is_left_out(
+    tmp_path: Path, monkeypatch: Patch, release: threading.Event
+) -> None:
+    """All agents give them up before any rank's memory changes: else a part would be of two states."""
+    refuse_node_1(monkeypatch, lambda flow: release.wait())
+    real, sure = CheckpointService.answer, list[int]()
+    fill, filled_after = Snapshot.fill, list[int]()
+
+    def answer(service: CheckpointService, peer: Peer, message: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
+        if message.get("is_sure"):
+            sure.append(int(message["step"]))
+        return real(service, peer, message, descriptors)
+
+    def noted_fill(copied: Snapshot, pieces: Any) -> None:
+        filled_after.append(len(sure))
+        fill(copied, pieces)
+
+    monkeypatch.setattr(CheckpointService, "answer", answer)
+    monkeypatch.setattr(Snapshot, "fill", noted_fill)
+
+    def train(rank: ThreadRank) -> list[bool]:
+        saver = rank.saver(tmp_path / "root", key, on_error="continue", when_busy="skip")
+        saver.open(rank.state)
+        assert saver._agents is not None
+        saver._agents._copies = _NoCopies()  # type: ignore[assignment]
+        answers = [rank.save(saver, 1)]
+        if rank.rank == 1:
+            _wait_for_end(saver)
+        rank.world.control.barrier()
+        answers.append(rank.save(saver, 2))
+        rank.world.control.barrier()
+        release.set()
+        return [*answers, rank.save(saver, 3, must_last=True)]
+
+    with agents(3) as key:
+        assert run_threads(train, 3)[0] == [[True, False, True]] * 3
+    assert sure == [1] * 3 + [3] * 3 and filled_after == [3] * 3 + [6] * 3
+
+
+class _NoCopies:
+    """In place of copies on the nodes' disks, of which nothing is told."""
+
+    def hear(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+
 def test_ranks_write_only_when_the_agent_that_commits_has_ended_with_it(tmp_path: Path, monkeypatch: Patch) -> None:
     committing, given_up, committed = threading.Event(), threading.Event(), threading.Event()
     order: list[str] = []

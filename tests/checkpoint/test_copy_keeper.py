@@ -37,8 +37,10 @@ class _Node:
         assert self.rank.opened == {"ok": True}
         assert self.rank.ask(_keep(self.disk)) == {"port": None}
 
-    def begin(self, token: str, step: int, *, is_for_store: bool) -> dict[str, Any]:
-        return self.rank.begin(token, step, is_for_store=is_for_store)
+    def begin(self, token: str, step: int, *, is_for_store: bool, is_sure: bool = False) -> dict[str, Any]:
+        """is_sure: as ranks do it, in a second question."""
+        answer = self.rank.begin(token, step, is_for_store=is_for_store)
+        return self.rank.begin(token, step, is_for_store=is_for_store, is_sure=True) if is_sure else answer
 
     def begin_copy(self, token: str, step: int) -> dict[str, Any]:
         """Begin and take a save for the disk alone; the answer that it began with."""
@@ -103,7 +105,7 @@ def test_a_save_to_the_store_does_not_wait_for_a_copy_that_hangs(tmp_path: Path,
         node.begin_copy("0a1", 1)
         wait_until(lambda: any(path.is_dir() for path in node.disk.iterdir()))
         assert node.begin("0a2", 2, is_for_store=False)["busy"]["step"] == 1, "a copy does not push another aside"
-        assert node.begin("0a3", 3, is_for_store=True)["busy"] is None
+        assert node.begin("0a3", 3, is_for_store=True, is_sure=True)["busy"] is None
         node.rank.take("0a3", 3)
         assert node.rank.wait("0a3", commit=True)["failed"] is None
         check_step(node.store, 3, 1)
@@ -113,6 +115,18 @@ def test_a_save_to_the_store_does_not_wait_for_a_copy_that_hangs(tmp_path: Path,
         node.wait_for_part(4)
         assert node.parts() == [4], "what was given up has never become a part"
     assert any("step 1: the save of step 3 to the store goes first" in line for line in node.log)
+
+
+def test_a_save_to_the_store_that_is_left_out_stops_no_copy(tmp_path: Path, disk_hangs: threading.Event) -> None:
+    """Another node is busy still, which ranks hear of when this one has said that it is not."""
+    with _node(tmp_path) as node:
+        node.begin_copy("0a1", 1)
+        assert node.begin("0a2", 2, is_for_store=True)["busy"] is None
+        node.rank.tell("cancel", "0a2")
+        assert node.begin("0a3", 3, is_for_store=False)["busy"]["step"] == 1, "the memory is in use"
+        disk_hangs.set()
+        node.wait_for_part(1)
+        assert node.parts() == [1]
 
 
 def test_a_copy_that_hangs_is_named_and_the_next_ones_are_made_when_the_disk_is_back(
