@@ -79,7 +79,12 @@ _CAUSES: list[tuple[str, Cause]] = [
     (
         r"[Cc]onnection (refused|reset|closed|aborted)|[Bb]roken pipe|timed? ?out|unreachable|early eof|unexpected end"
         r"|ConnectionRefused|NoRouteToHost|SocketTimeout|EOFException",
-        Cause("a name node or data node does not answer", True, "Is the address right, and may this node reach it?"),
+        Cause(
+            "a name node or data node does not answer",
+            True,
+            "Is the address right, and may this node reach it? To a data node that has died, writers are sent for 10.5 "
+            "minutes, or for 30 s with dfs.namenode.avoid.write.stale.datanode; libhdfs:// goes round it.",
+        ),
     ),
     (
         r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|[Cc]hecksum|DataTransfer|Not enough active nodes",

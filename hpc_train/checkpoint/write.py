@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 _BLOCK_BYTES = 4 << 20
 """Written at once; assumed: its checksum is taken while it is in a CPU's cache, and calls cost nothing."""
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Before each further attempt; assumed: a name node sends no more writers to a dead data node after 30 s."""
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
+"""Before each further attempt: three of them after the 30 s in which a name node that avoids stale data nodes comes to
+avoid a dead one (cited: hdfs-default.xml), all within the time that ranks wait for one another."""
 
 
 class Abandoned(CheckpointError):

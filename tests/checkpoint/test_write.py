@@ -43,7 +43,7 @@ def test_a_file_that_the_store_lost_is_written_again_under_another_name(tmp_path
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "half and whole")]
 
 
-@pytest.mark.parametrize(("cause", "count"), [(_DEAD, 6), (_FULL, 1)])
+@pytest.mark.parametrize(("cause", "count"), [(_DEAD, 8), (_FULL, 1)])
 def test_attempts_are_bounded_and_made_where_waiting_helps(tmp_path: Path, cause: Cause, count: int) -> None:
     names: list[str] = []
     with pytest.raises(StoreError, match=f"lost for the {count}. time"):

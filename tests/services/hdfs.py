@@ -327,6 +327,10 @@ class HdfsCluster:
             # A dead data node is noticed after ten beats and two looks, here 12 s.
             "dfs.heartbeat.interval": 1,
             "dfs.namenode.heartbeat.recheck-interval": 1000,
+            # And one that is silent for 3 s gets no block while another can have it. Without that, Hadoop 2.7 goes on
+            # giving blocks to a dead one for ever: the writer's own address is its first choice, and here all have it.
+            "dfs.namenode.avoid.write.stale.datanode": "true",
+            "dfs.namenode.stale.datanode.interval": 3000,
             "dfs.namenode.safemode.extension": 0,
             "dfs.namenode.datanode.registration.ip-hostname-check": "false",
             "dfs.datanode.directoryscan.interval": -1,
