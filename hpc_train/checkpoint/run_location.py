@@ -38,21 +38,26 @@ def run_location(folder: str | None, run_dir: Path) -> Location:
     return locate(folder) / whole.parent.name / whole.name
 
 
-def open_location(root: Location, run_dir: Path, num_bytes: int, world: World, attempt: str | None = None) -> None:
+def open_location(
+    root: Location, run_dir: Path, num_bytes: int, world: World, attempt: str | None = None, *, resume: bool = True
+) -> None:
     """Make `root`, the folder of a run's checkpoints, and see that all ranks can use it. Collective over all ranks.
 
     Rank 0 makes and claims it, writes a trial file, so that a lack of permission, quota or connection stops the run
     now and not at its first save, and asks for `num_bytes` of space where the store tells its space.
 
-    attempt: this start of the run; agents of earlier ones leave the folder alone from here on.
+    attempt: this start of the run; agents of earlier ones leave the folder alone from here on. resume: the run goes
+    on from what is there; else nothing may be.
 
     Raises:
-        HpcTrainError: on every rank: it belongs to another run, cannot be written, lacks space, or is not seen by
-            all ranks; the client of its URL is not installed.
+        HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, cannot be
+            written, lacks space, or is not seen by all ranks; the client of its URL is not installed.
     """
     error = None
     if world.rank == 0:
         try:
+            if not resume:
+                _require_empty(root)
             prepare(root, run_dir, num_bytes)
             if attempt is not None:
                 begin_attempt(root, attempt)
@@ -100,6 +105,17 @@ def _require_same_place(root: Location, run_dir: Path) -> None:
             f"this run's checkpoints are in {there}, and with this checkpoint.folder they would be in {root}. Leave "
             "the setting as it was, or move them there by hand"
             + (f" and remove {run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE}" if note is not None else "")
+        )
+
+
+def _require_empty(root: Location) -> None:
+    """A run that begins anew among checkpoints of higher steps would have its own removed as the older ones."""
+    names = [path.name for _, path in steps_newest_first(root)]
+    if names:
+        raise CheckpointError(
+            f"checkpoint.resume=false begins anew, but {root} holds {', '.join(names[:5])}"
+            f"{' and more' if len(names) > 5 else ''}, of which the highest step counts as the newest. Choose a new "
+            "run folder (--run-dir), remove them, or leave checkpoint.resume=false out to go on from them"
         )
 
 

@@ -232,7 +232,8 @@ def _open_checkpoints(run: Run) -> None:
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
     attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
-    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt)
+    resume = run.config.checkpoint.resume
+    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume)
 
 
 def _rendezvous(env: Mapping[str, str]) -> Rendezvous:

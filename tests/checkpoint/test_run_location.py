@@ -81,6 +81,16 @@ def test_a_run_does_not_start_anew_because_the_setting_changed(run_dir: Path, tm
         _open(tmp_path / "scratch", inside)
 
 
+def test_a_run_that_begins_anew_is_refused_among_checkpoints(run_dir: Path) -> None:
+    root = run_location(None, run_dir)
+    open_location(root, run_dir, 1, single_world(), resume=False)
+    assert root.local is not None
+    plain_state.save(Alone(), root.local, 3, ELEMENTS)
+    with pytest.raises(CheckpointError, match=r"resume=false begins anew, but .* holds step_0000003, of which"):
+        open_location(root, run_dir, 1, single_world(), resume=False)
+    open_location(root, run_dir, 1, single_world())
+
+
 def test_of_several_starts_the_last_one_has_the_folder(run_dir: Path) -> None:
     root = run_location(None, run_dir)
     require_attempt(root, attempt_of("not opened by anybody"))
