@@ -6,14 +6,13 @@ from functools import partial
 
 import torch
 
-from hpc_train.checkpoint.find import MODEL_FILE, write_model_file
 from hpc_train.checkpoint.foreign_dcp import ForeignBox, read_box, read_index
-from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype, renamed_when_done, require_room
+from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, STORED_TYPES, ModelSpec, differences, few, model_tensors
 from hpc_train.checkpoint.progress import Advance
-from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
+from hpc_train.checkpoint.weights import write_weights
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say
 
@@ -31,11 +30,8 @@ def import_dcp(source: Location, target: Location, dtype: str | None, spec: Mode
     odd = NotFinite()
     pieces = [_piece(source, box, dtype, odd) for box in weights]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    require_room(target, num_bytes, "the checkpoint")
     origin = f"torch checkpoint {source.name}"
-    with renamed_when_done(target) as temporary:
-        write_alone(temporary, 0, pieces, {"origin": origin}, progress)
-        write_model_file(temporary / MODEL_FILE, spec, origin)
+    write_weights(target, pieces, spec, origin, progress)
     odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)
     types = tuple(sorted({str(piece.dtype).removeprefix("torch.") for piece in pieces}))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hpc_train.checkpoint import safetensors_files as files
-from hpc_train.checkpoint.find import HF_FOLDER, MODEL_FILE, write_model_file
+from hpc_train.checkpoint.find import HF_FOLDER
 from hpc_train.checkpoint.hf_config import read_hf_config
 from hpc_train.checkpoint.hf_folder import (
     CARRIED,
@@ -21,8 +21,6 @@ from hpc_train.checkpoint.hf_folder import (
     as_dtype,
     carry,
     read_json,
-    renamed_when_done,
-    require_room,
 )
 from hpc_train.checkpoint.hf_names import HEAD, Place, hf_tensors, is_constant, known_prefix, places
 from hpc_train.checkpoint.location import Location
@@ -30,8 +28,8 @@ from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, differen
 from hpc_train.checkpoint.progress import Advance
 from hpc_train.checkpoint.rows import BLOCK_BYTES, row_blocks
 from hpc_train.checkpoint.safetensors_files import RawTensor
-from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
+from hpc_train.checkpoint.weights import write_weights
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 
@@ -51,14 +49,15 @@ def import_hf(
         for piece in _pieces(name, shapes[name], place, stored[place.hf.name], dtypes[name], odd)
     ]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    require_room(target, num_bytes, "the checkpoint")
     origin = f"Hugging Face folder {source.local.resolve().name if source.local is not None else source.name}"
-    with renamed_when_done(target) as temporary:
-        write_alone(temporary, 0, pieces, {"origin": origin}, progress)
-        write_model_file(temporary / MODEL_FILE, spec, origin)
-        (temporary / HF_FOLDER).make_folder()
-        carried = carry(source, temporary / HF_FOLDER, (HF_CONFIG, *CARRIED, files.INDEX_FILE))
-        (temporary / HF_FOLDER).flush()
+
+    def carry_files(folder: Location) -> tuple[str, ...]:
+        (folder / HF_FOLDER).make_folder()
+        names = carry(source, folder / HF_FOLDER, (HF_CONFIG, *CARRIED, files.INDEX_FILE))
+        (folder / HF_FOLDER).flush()
+        return names
+
+    carried = write_weights(target, pieces, spec, origin, progress, carry_files)
     odd.warn()
     count = sum(piece.box.num_elements for piece in pieces)
     return Converted(target, "from Hugging Face", spec, count, num_bytes, tuple(sorted({*dtypes.values()})), carried)

@@ -10,15 +10,14 @@ import torch
 
 from hpc_train.checkpoint.boxes import BoxFiles
 from hpc_train.checkpoint.chunk_reader import damage
-from hpc_train.checkpoint.find import MODEL_FILE, write_model_file
-from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype, renamed_when_done, require_room
+from hpc_train.checkpoint.hf_folder import Converted, NotFinite, as_dtype
 from hpc_train.checkpoint.location import Location
 from hpc_train.checkpoint.manifest import read_manifest
 from hpc_train.checkpoint.model_tensors import MODEL_PREFIX, ModelSpec, require_model
 from hpc_train.checkpoint.progress import Advance
-from hpc_train.checkpoint.save import write_alone
 from hpc_train.checkpoint.state import DeferredPiece
 from hpc_train.checkpoint.stored_boxes import StoredBox
+from hpc_train.checkpoint.weights import write_weights
 from hpc_train.errors import CheckpointError
 
 
@@ -37,11 +36,8 @@ def export_dcp(
             make = partial(_read, checkpoint, name, stored, stored_kind, kind, odd)
             pieces.append(DeferredPiece(name, tensor.shape, stored.box, kind, make))
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    require_room(target, num_bytes, "the checkpoint")
     origin = f"checkpoint {checkpoint.name} of step {manifest.step}"
-    with renamed_when_done(target) as temporary:
-        write_alone(temporary, 0, pieces, {"origin": origin}, progress)
-        write_model_file(temporary / MODEL_FILE, spec, origin)
+    write_weights(target, pieces, spec, origin, progress)
     odd.warn()
     count = sum(math.prod(tensor.shape) for tensor in weights.values())
     types = tuple(sorted({str(piece.dtype).removeprefix("torch.") for piece in pieces}))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint import hf_folder
 from hpc_train.checkpoint.command import parse_size
 from hpc_train.checkpoint.manifest import read_manifest
 from hpc_train.cli import main
+from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import ConfigError, ExitCode
 from tests.checkpoint.hf_folders import SPECS, make_hf_folder, weights, write_checkpoint
 
@@ -93,3 +97,13 @@ def test_ls_and_verify_leave_torch_alone(run):
         "found = sorted({'torch', 'mpi4py'} & set(sys.modules))\nassert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True, timeout=60)
+
+
+def test_a_conversion_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    hf = make_hf_folder(tmp_path, "gpt")
+    full = os.statvfs_result((4096, 4096, 1000, 0, 0, 1000, 1000, 1000, 0, 255))
+    monkeypatch.setattr(hf_folder, "require_free_bytes", partial(require_free_bytes, statvfs=lambda path: full))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["ckpt", "convert", str(hf), str(tmp_path / "ours")]) == ExitCode.CHECKPOINT
+    assert "the checkpoint" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
