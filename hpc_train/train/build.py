@@ -55,7 +55,7 @@ def build_run(run_dir: Path, config: Config, mesh: Mesh, world: World, recorder:
     if world.rank == 0:
         count = num_parameters(config.model, config.data.seq_len)
         say(f"model: {count / 1e6:.2f} M parameters, {config.train.precision}")
-        say(f"peak of all ranks for MFU: {peak / 1e9:.1f} GFLOP/s ({origin})")
+        say(f"peak of all ranks for MFU: {'not known' if peak is None else f'{peak / 1e9:.1f} GFLOP/s'} ({origin})")
     return Run(config, world, run_dir, trainer, feed, _open_metrics(run_dir, config, world), peak, recorder)
 
 

@@ -51,7 +51,7 @@ class Run:
     trainer: Trainer
     feed: Feed
     metrics: Metrics | None
-    peak_flops: float
+    peak_flops: float | None
     recorder: Recorder = NOT_RECORDED
     step: int = 0
     skipped_steps: int = 0
@@ -311,7 +311,9 @@ def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str
     tokens_per_s = rate(result.num_tokens, seconds)
     config = run.config
     length = round(result.mean_length) or config.data.seq_len
-    utilisation = mfu(tokens_per_s, config.model, length, run.peak_flops) if tokens_per_s else None
+    utilisation = None
+    if tokens_per_s is not None and run.peak_flops is not None:
+        utilisation = mfu(tokens_per_s, config.model, length, run.peak_flops)
     return {
         "step": run.step,
         "loss": result.loss,

@@ -76,7 +76,10 @@ class Metrics:
 
 
 def progress_line(record: dict[str, Any], num_steps: int) -> str:
-    """step 120/300 | loss 4.1234 | grad norm 0.81 | lr 3.0e-03 | 0.41 s | 10012 tokens/s | mfu 31.2 %"""
+    """step 120/300 | loss 4.1234 | grad norm 0.81 | lr 3.0e-03 | 0.41 s | 10012 tokens/s | mfu 31.2 %
+
+    mfu only where it is known.
+    """
     parts = [
         f"step {record['step']}/{num_steps}",
         f"loss {_number(record['loss'], '.4f')}",
@@ -84,8 +87,9 @@ def progress_line(record: dict[str, Any], num_steps: int) -> str:
         f"lr {record['lr']:.2e}",
         f"{_number(record['step_time_s'], '.3f')} s",
         f"{_number(record['tokens_per_s'], '.0f')} tokens/s",
-        f"mfu {_number(record['mfu'], '.1%')}",
     ]
+    if record["mfu"] is not None:
+        parts.append(f"mfu {record['mfu']:.1%}")
     if record.get("eval_loss") is not None:
         parts.append(f"held-out loss {record['eval_loss']:.4f}")
     if record.get("skipped"):

@@ -1,4 +1,4 @@
-"""The peak that MFU is measured against: a GPU's data sheet, else this machine's matrix product, measured."""
+"""The peak that MFU is measured against: a GPU's data sheet, else its matrix product, measured. A CPU has none."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from hpc_train.comm.world import World
 from hpc_train.plan.cost import known_peak_flops
 
 
-def world_peak_flops(world: World, dtype: torch.dtype, given_per_rank: float | None) -> tuple[float, str]:
-    """FLOP/s of all ranks together, and where the figure is from. Collective over all ranks.
+def world_peak_flops(world: World, dtype: torch.dtype, given_per_rank: float | None) -> tuple[float | None, str]:
+    """FLOP/s of all ranks together, None where no peak is known, and where the figure is from. Collective.
 
-    Where nothing is known all ranks multiply matrices at the same time, so cores that they share count once.
+    GPUs that are not in our table, or compute in fp32, measure a matrix product, all at the same time. Of a CPU no peak
+    is made up: its cores are shared, so a product tells what others left of them at its moment, and steps may well be
+    faster.
     """
     if given_per_rank is not None:
         return given_per_rank * world.world_size, "given by train.peak_flops_per_rank"
+    if world.device.type != "cuda":
+        return None, "a CPU has no data sheet's; train.peak_flops_per_rank gives one"
     known = None
-    if world.device.type == "cuda" and dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         known = known_peak_flops(torch.cuda.get_device_name(world.device))
     world.control.barrier()
     mine = known if known is not None else _measure(world.device, dtype)
@@ -29,9 +33,9 @@ def world_peak_flops(world: World, dtype: torch.dtype, given_per_rank: float | N
 def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """Mean FLOP/s of square matrix products over `seconds`, after one to warm up.
 
-    The size is large enough that a GPU's launch or a CPU's thread start does not count (assumed).
+    The size is large enough that a launch does not count (assumed).
     """
-    size = 8192 if device.type == "cuda" else 1024
+    size = 8192
     a = torch.randn(size, size, device=device, dtype=dtype)
     b = torch.randn(size, size, device=device, dtype=dtype)
     _product(a, b)
@@ -46,5 +50,4 @@ def _measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.mm(a, b)
-    if a.device.type == "cuda":
-        torch.cuda.synchronize(a.device)
+    torch.cuda.synchronize(a.device)

@@ -7,8 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpc_train.train.metrics import Metrics, progress_line, rate
+from hpc_train.train.peak import world_peak_flops
+from tests.worlds import single_world
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,15 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {"loss", "grad_norm", "eval_loss"} <= set(events.Tags()["scalars"])
     assert events.Scalars("eval_loss")[0].value == 1.5
+
+
+def test_a_cpu_has_no_peak_but_the_one_that_is_given():
+    """What a product reaches on shared cores is what others leave at its moment; steps came to 380 % of it."""
+    world = single_world()
+    assert world_peak_flops(world, torch.float32, 2e9) == (2e9, "given by train.peak_flops_per_rank")
+    peak, origin = world_peak_flops(world, torch.float32, None)
+    assert peak is None and "train.peak_flops_per_rank gives one" in origin
+    assert "mfu" not in progress_line(_record(1, mfu=None), 300)
 
 
 def test_a_progress_line_reads_well():
