@@ -218,7 +218,7 @@ def read_failure(run_dir: Path) -> dict[str, object] | None:
     """The first failure of the running attempt, or None."""
     try:
         record = json.loads((run_dir / FAILURE_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
 

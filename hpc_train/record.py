@@ -7,18 +7,24 @@ writes segments to files is `train.trace`; what reads them is `observe`. The for
 
 from __future__ import annotations
 
+import json
+import re
 import time
+import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-COLUMNS = ("name", "begin", "wait", "end", "micro_batch", "model_chunk", "peer", "number", "bytes")
+COLUMNS = ("name", "begin", "wait", "end", "micro_batch", "model_chunk", "peer", "ordinal", "bytes")
 """Of a row in a trace file, int64 each, -1 where there is none.
 
 name: index into the names told so far. begin, wait, end: ns of the node's monotonic clock. peer: global rank of a send
-or receive. number: the how-many-eth of its name and peer in the step, from 0, by which the ranks' rows are matched.
+or receive. ordinal: the how-many-eth of its name and peer since the recorder began, from 0, by which the ranks' rows
+are matched: a transfer that is begun in one step and awaited in the next has one number.
 """
 TRACE_FOLDER = "trace"
 CLOCK_FILE = "clock.json"
@@ -28,12 +34,42 @@ def attempt_folder(attempt: int) -> str:
     return f"attempt_{attempt:04d}"
 
 
+def attempts_in(trace_folder: Path) -> list[int]:
+    """Which attempts have a folder there, in their order."""
+    names = [re.fullmatch(r"attempt_([0-9]+)", path.name) for path in trace_folder.glob("attempt_*") if path.is_dir()]
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
 def rank_trace_file(rank: int) -> str:
     return f"rank_{rank:05d}.trace"
 
 
+def ranks_in(attempt_folder: Path) -> list[int]:
+    """Which ranks have a trace file there, in their order."""
+    names = [re.fullmatch(r"rank_([0-9]+)\.trace", path.name) for path in attempt_folder.glob("rank_*.trace")]
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def sealed_line(values: Mapping[str, Any]) -> bytes:
+    """A line of JSON with its checksum behind it, by which a reader tells damage."""
+    text = json.dumps(values, allow_nan=False).encode()
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
+
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """The values of a line with its checksum; None where it is not as it was written."""
+    text, _, checksum = line.rstrip(b"\n").rpartition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
 class Kind(StrEnum):
-    """Of what a segment is; the last three are communication."""
+    """Of what a segment is."""
 
     STEP = "step"
     COMPUTE = "compute"
@@ -42,6 +78,9 @@ class Kind(StrEnum):
     COLLECTIVE = "collective"
     SEND = "send"
     RECEIVE = "receive"
+
+
+COMMUNICATION = (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ def find_run(text: str, runs_dir: Path) -> Run:
     folder = Path(text)
     if is_run_folder(folder):
         return read_run(folder.absolute())
-    if folder.is_dir():
+    if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"{folder} is a folder that you may not read; ask its owner")
+    if os.path.isdir(folder):
         raise ConfigError(f"{folder} is a folder, but not that of a run: it has no {CONFIG_FILE} or {ATTEMPTS_FILE}")
     if _is_job_name(text):
         for run in all_runs(runs_dir):
@@ -71,14 +74,15 @@ def find_array(text: str, runs_dir: Path) -> list[Run]:
 
 def all_runs(runs_dir: Path) -> Iterator[Run]:
     """Every run of a folder of runs, by name and then by age."""
-    for name in sorted(path for path in runs_dir.glob("*") if path.is_dir()):
+    for name in sorted(path for path in runs_dir.glob("*") if os.path.isdir(path)):
         folders = [path for path in name.glob("*") if is_run_folder(path)]
         for folder in sorted(folders, key=lambda path: path.stat().st_ctime):
             yield read_run(folder.absolute())
 
 
 def is_run_folder(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (CONFIG_FILE, CONFIG_REQUEST_FILE, ATTEMPTS_FILE))
+    """Whether it has a file of a run's; false also where it may not be read."""
+    return any(os.path.isfile(folder / name) for name in (CONFIG_FILE, CONFIG_REQUEST_FILE, ATTEMPTS_FILE))
 
 
 def read_run(folder: Path) -> Run:

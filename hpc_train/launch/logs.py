@@ -15,7 +15,7 @@ from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.ranks import node_log
 from hpc_train.launch.record import JOB_LOG
 from hpc_train.launch.submitted_jobs import jobs_in_queue
-from hpc_train.plan.run_files import OUTCOME_FILE, RANKS_FILE, rank_log, read_json
+from hpc_train.plan.run_files import RANKS_FILE, rank_log, read_outcome
 
 _LOOK_FOR_END_S = 2.0
 _REMEMBERED_LINES = 10000
@@ -36,8 +36,7 @@ def follow_run(run: str, last_job: str) -> int:
     """Show the log of a run until its last job is over; returns the run's exit code."""
     found = find_run(run, Path())
     _follow(found, LogReader(found.folder, None), last_job)
-    outcome = read_json(found.folder / OUTCOME_FILE) or {}
-    return int(outcome.get("exit_code", ExitCode.INTERNAL))
+    return int(read_outcome(found.folder).get("exit_code", ExitCode.INTERNAL))
 
 
 class LogReader:
@@ -118,10 +117,10 @@ def how_it_ended(folder: Path, last_job: str | None) -> str | None:
     job = last_job or run.job_id
     if job is not None and job_is_live(job):
         return None
-    outcome = read_json(folder / OUTCOME_FILE)
-    if (outcome or {}).get("outcome") != "done" and _is_gone_on_with(folder):
+    outcome = read_outcome(folder)
+    if outcome.get("outcome") != "done" and _is_gone_on_with(folder):
         return None
-    if outcome is not None and read_run(folder).owner is None:
+    if outcome and read_run(folder).owner is None:
         return f"{outcome.get('outcome')}, exit code {outcome.get('exit_code')}: {outcome.get('reason')}"
     if run.owner is not None:
         return f"the driver is gone without a word: {run.owner.describe()}"

@@ -27,8 +27,10 @@ from hpc_train.plan.run_files import (
     LOGS_FOLDER,
     OUTCOME_FILE,
     append_line,
+    is_count,
     read_checkpoints_note,
     read_json,
+    read_json_lines,
 )
 
 # Told to the ranks: where the run is, and that a driver started them, for the how-manieth time.
@@ -79,8 +81,18 @@ class Claim:
     taken_over: Owner | None
 
     def begin_attempt(self) -> int:
-        """Count one more start, 1 for the first; the previous one's records get its number into their names."""
-        attempt = len(read_attempts(self.run_dir)) + 1
+        """Count one more start, 1 for the first; the previous one's records get its number into their names.
+
+        Raises:
+            ConfigError: the earlier ones cannot be counted.
+        """
+        problems: list[str] = []
+        attempt = len(read_attempts(self.run_dir, problems)) + 1
+        if problems:
+            raise ConfigError(
+                f"{problems[0]}, so the starts of this run cannot be counted. Mend the line, or remove it if it is the "
+                "last one; or give another folder by --run-dir"
+            )
         record = {"attempt": attempt, **asdict(self.owner), "saved_step": newest_saved_step(self.run_dir)}
         append_line(self.run_dir / ATTEMPTS_FILE, json.dumps(record))
         for name in (FAILURE_FILE, OUTCOME_FILE):
@@ -124,13 +136,29 @@ def is_live(owner: Owner, host: str, job_is_live: Callable[[str], bool | None]) 
     return job_is_live(owner.job_id) if owner.job_id else None
 
 
-def read_owner(run_dir: Path) -> Owner | None:
-    """Who claims the folder, or None."""
-    record = read_json(run_dir / OWNER_FILE)
-    try:
-        return Owner(**record) if record else None
-    except TypeError:
+def read_owner(run_dir: Path, problems: list[str] | None = None) -> Owner | None:
+    """Who claims the folder, or None.
+
+    problems: gets a sentence where the file is there and does not say so.
+    """
+    record = read_json(run_dir / OWNER_FILE, problems)
+    if record is None:
         return None
+    try:
+        owner = Owner(**record)
+        if _is_owner(owner):
+            return owner
+    except TypeError:
+        pass
+    if problems is not None:
+        problems.append(f"{run_dir / OWNER_FILE} is damaged: it does not say who owns the run")
+    return None
+
+
+def _is_owner(owner: Owner) -> bool:
+    texts = (owner.host, owner.started, owner.secret, "" if owner.job_id is None else owner.job_id)
+    numbers = (owner.pid, owner.start_ticks, owner.job_restarts)
+    return all(isinstance(text, str) for text in texts) and all(map(is_count, numbers))
 
 
 def claim(run_dir: Path, owner: Owner, job_is_live: Callable[[str], bool | None]) -> Claim:
@@ -177,13 +205,12 @@ def time_name() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """One record for each start of this run, oldest first."""
-    try:
-        lines = (run_dir / ATTEMPTS_FILE).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.strip()]
+def read_attempts(run_dir: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """One record for each start of this run, oldest first.
+
+    problems: gets a sentence where the file is damaged; what is damaged is left out.
+    """
+    return read_json_lines(run_dir / ATTEMPTS_FILE, problems)
 
 
 def newest_saved_step(run_dir: Path) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +12,10 @@ from typing import Any
 from hpc_train.errors import LaunchError
 from hpc_train.launch.find_run import Run, all_runs, find_array, find_run
 from hpc_train.launch.queue import QueuedJob, has_slurm, list_jobs, past_state
-from hpc_train.launch.run_folder import read_attempts
+from hpc_train.launch.run_folder import read_attempts, read_owner
 from hpc_train.launch.submitted_jobs import submitted_jobs
-from hpc_train.plan.run_files import METRICS_FILE, OUTCOME_FILE, read_json
+from hpc_train.plan.metrics_file import read_metrics
+from hpc_train.plan.run_files import METRICS_FILE, OUTCOME_FILE, read_outcome
 
 _TAIL_BYTES = 16384
 _COLUMNS = ("RUN", "JOB", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "NOTE")
@@ -23,7 +23,12 @@ _COLUMNS = ("RUN", "JOB", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "NOTE"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run. state: pending, running, done, failed, stopped, ended (without a record)."""
+    """What is known of a run.
+
+    state: pending, running, done, failed, interrupted, stopped, no progress, ended (without a record), damaged (how it
+    ended cannot be read).
+    damaged: which files of its folder cannot be read as they should, and why; what they say is left out.
+    """
 
     run_dir: str
     name: str
@@ -35,6 +40,7 @@ class RunStatus:
     tokens_per_s: float | None
     exit_code: int | None
     note: str
+    damaged: tuple[str, ...] = ()
 
 
 def status_command(options: Namespace) -> int:
@@ -62,40 +68,30 @@ def status_command(options: Namespace) -> int:
 
 def status_of(run: Run, queue: dict[str, QueuedJob] | None, *, ask_accounts: bool) -> RunStatus:
     """Put folder and queue together. queue None: Slurm cannot be asked."""
-    outcome = read_json(run.folder / OUTCOME_FILE) or {}
-    metrics = last_metrics(run.folder / METRICS_FILE)
-    state, note = _state(run, queue, outcome, ask_accounts)
+    damaged: list[str] = []
+    read_owner(run.folder, damaged)
+    outcome = read_outcome(run.folder, damaged)
+    end_is_damaged = bool(damaged)
+    attempts = read_attempts(run.folder, damaged)
+    metrics = (read_metrics(run.folder / METRICS_FILE, damaged, tail_bytes=_TAIL_BYTES) or ({},))[-1]
+    submitted_jobs(run.folder, damaged)
+    state, note = _state(run, queue, outcome, len(attempts), ask_accounts)
+    if end_is_damaged and state == "ended":
+        state, note = "damaged", ""
     is_over = state not in ("running", "pending")
     return RunStatus(
         run_dir=str(run.folder),
         name=run.name,
         job_id=run.job_id,
         state=state,
-        attempt=len(read_attempts(run.folder)),
+        attempt=len(attempts),
         step=metrics.get("step"),
         loss=metrics.get("loss"),
         tokens_per_s=None if is_over else metrics.get("tokens_per_s"),
         exit_code=outcome.get("exit_code") if is_over else None,
-        note=note,
+        note="; ".join([*damaged, *([note] if note else [])]),
+        damaged=tuple(damaged),
     )
-
-
-def last_metrics(path: Path) -> dict[str, Any]:
-    """The newest whole line with a step of a metrics file; empty where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record and "loss" in record:
-            return record
-    return {}
 
 
 def describe(status: RunStatus) -> str:
@@ -121,7 +117,7 @@ def table(statuses: list[RunStatus]) -> str:
 
 
 def _state(
-    run: Run, queue: dict[str, QueuedJob] | None, outcome: dict[str, Any], ask_accounts: bool
+    run: Run, queue: dict[str, QueuedJob] | None, outcome: dict[str, Any], num_starts: int, ask_accounts: bool
 ) -> tuple[str, str]:
     job = queue.get(run.job_id) if queue is not None and run.job_id else None
     if run.owner is not None:
@@ -140,7 +136,11 @@ def _state(
     if job is not None:
         return "running", f"{job.state}; it has not claimed its folder yet"
     past = past_state(run.job_id) if ask_accounts and run.job_id and has_slurm() else None
-    return "ended", f"job {run.job_id} is {past}" if past else "never started, or removed from the queue"
+    if past:
+        return "ended", f"job {run.job_id} is {past}"
+    if num_starts:
+        return "ended", f"it left no {OUTCOME_FILE}; see its logs"
+    return "ended", "never started, or removed from the queue"
 
 
 def _waiting_tasks(array: str, runs: Sequence[Run], queue: Mapping[str, QueuedJob]) -> list[QueuedJob]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_train.launch.queue import list_jobs
-from hpc_train.plan.run_files import append_line
+from hpc_train.plan.run_files import append_line, read_json_lines
 
 SUBMITTED_FILE = "submitted.jsonl"
 
@@ -32,18 +32,16 @@ def note_job(folder: Path, job: SubmittedJob) -> None:
     append_line(folder / SUBMITTED_FILE, json.dumps(asdict(job)))
 
 
-def submitted_jobs(folder: Path) -> list[SubmittedJob]:
-    """The jobs that were noted, oldest first."""
-    try:
-        lines = (folder / SUBMITTED_FILE).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    jobs = []
-    for line in lines:
-        try:
-            jobs.append(SubmittedJob(**json.loads(line)))
-        except (TypeError, ValueError):
-            continue
+def submitted_jobs(folder: Path, problems: list[str] | None = None) -> list[SubmittedJob]:
+    """The jobs that were noted, oldest first.
+
+    problems: gets a sentence where the file is damaged; what is damaged is left out.
+    """
+    lines = read_json_lines(folder / SUBMITTED_FILE, problems)
+    told = [(line.get("job_id"), line.get("job_name")) for line in lines]
+    jobs = [SubmittedJob(job, name) for job, name in told if isinstance(job, str) and isinstance(name, str)]
+    if len(jobs) < len(lines) and problems is not None:
+        problems.append(f"{folder / SUBMITTED_FILE} is damaged: it has lines that name no job")
     return jobs
 
 

@@ -1,7 +1,8 @@
 """Rows of ranks as one Chrome trace, which Perfetto opens: a process a rank, with tracks that hold no overlaps.
 
 - track 1 has the rank's own work, and within it its waits
-- tracks 2 and on have transfers, each on the first track that is free while it is in flight
+- tracks 2 and on have transfers, each on the first track that is free while it is in flight; also those that are under
+  way in the chosen steps and awaited in another one, without that wait
 - an arrow goes from each send to its receive
 
 A process's number is the rank and one, since 0 has a meaning of its own; those of arrows are counted over all ranks.
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from hpc_train.observe.exposed import Key, key_of
-from hpc_train.observe.trace_files import RankTrace, rows_of
+from hpc_train.observe.rank_trace import RankTrace
+from hpc_train.observe.trace_files import awaited_elsewhere, rows_of
 from hpc_train.record import Kind
 
 _WORK_TRACK = 1
@@ -27,13 +29,17 @@ def write_chrome_trace(path: Path, traces: Sequence[RankTrace]) -> int:
     """Write the trace, compressed where the name ends in .gz, and return how many events it has."""
     count = 0
     temporary = path.with_name(f".{path.name}.part")
-    with _opened(temporary, is_packed=path.suffix == ".gz") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for event in chrome_events(traces):
-            _write(file, event, is_first=count == 0)
-            count += 1
-        file.write("\n]}\n")
-    temporary.replace(path)
+    try:
+        with _opened(temporary, is_packed=path.suffix == ".gz") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for event in chrome_events(traces):
+                _write(file, event, is_first=count == 0)
+                count += 1
+            file.write("\n]}\n")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return count
 
 
@@ -47,14 +53,17 @@ def _write(file: TextIO, event: dict[str, Any], *, is_first: bool) -> None:
 
 def chrome_events(traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     """The events one by one; times begin at 0."""
-    start_ns = min((int(rows[:, 1].min()) for _, _, rows in rows_of(traces)), default=0)
+    begins = [int(rows[:, 1].min()) for _, _, rows in rows_of(traces)]
+    begins += [row[1] for trace in traces for _, row in awaited_elsewhere(trace)]
+    start_ns = min(begins, default=0)
     arrows = _arrows(traces)
     for trace in traces:
         yield from _metadata(trace)
         tracks: list[int] = []
-        for step in sorted(trace.rows):
-            for row in sorted(trace.rows[step].tolist(), key=lambda row: (row[1], -row[3])):
-                yield from _events_of_row(trace, step, row, start_ns, tracks, arrows)
+        drawn = [(step, row, True) for step, rows in trace.rows.items() for row in rows.tolist()]
+        drawn += [(step, row, False) for step, row in awaited_elsewhere(trace)]
+        for step, row, is_chosen in sorted(drawn, key=lambda one: (one[1][1], -one[1][3])):
+            yield from _events_of_row(trace, step, row, start_ns, tracks, arrows if is_chosen else None)
         yield from (_named(trace.rank, track + 2, f"transfers {track + 1}") for track in range(len(tracks)))
         if trace.num_dropped:
             yield _dropped(trace, start_ns)
@@ -79,21 +88,24 @@ def _dropped(trace: RankTrace, start_ns: int) -> dict[str, Any]:
 
 
 def _events_of_row(
-    trace: RankTrace, step: int, row: list[int], start_ns: int, tracks: list[int], arrows: dict[Key, int]
+    trace: RankTrace, step: int, row: list[int], start_ns: int, tracks: list[int], arrows: dict[Key, int] | None
 ) -> Iterator[dict[str, Any]]:
-    name_id, begin, wait, end, micro_batch, model_chunk, peer, number, num_bytes = row
+    """arrows: None for a transfer whose wait is in no chosen step."""
+    name_id, begin, wait, end, micro_batch, model_chunk, peer, ordinal, num_bytes = row
     name, pid = trace.names[name_id], trace.rank + 1
     end = max(begin, end)
     known = {"micro_batch": micro_batch, "model_chunk": model_chunk, "peer": peer, "bytes": num_bytes}
     details = {"step": step, **{key: value for key, value in known.items() if value >= 0}}
     common = {"cat": str(name.kind), "pid": pid, "ts": _us(begin - start_ns), "args": details}
-    key = key_of(name, step, trace.rank, peer, number)
+    key = key_of(name, trace.rank, peer, ordinal)
     label = f"step {step}" if name.kind is Kind.STEP else name.label
     if key is None:
         yield {"ph": "X", "name": label, "tid": _WORK_TRACK, "dur": _us(end - begin), **common}
         return
     track = _free_track(tracks, begin, end) + 2
     yield {"ph": "X", "name": label, "tid": track, "dur": _us(end - begin), **common}
+    if arrows is None:
+        return
     if end > wait:
         waiting = {**common, "cat": "wait", "ts": _us(wait - start_ns)}
         yield {"ph": "X", "name": f"wait: {label}", "tid": _WORK_TRACK, "dur": _us(end - wait), **waiting}
@@ -118,11 +130,11 @@ def _free_track(tracks: list[int], begin: int, end: int) -> int:
 def _arrows(traces: Sequence[RankTrace]) -> dict[Key, int]:
     """A number, from 1, for each send whose receive is here too."""
     sides: dict[Key, set[Kind]] = {}
-    for trace, step, rows in rows_of(traces):
+    for trace, _, rows in rows_of(traces):
         for row in rows.tolist():
             name = trace.names[row[0]]
             if name.kind in (Kind.SEND, Kind.RECEIVE):
-                key = key_of(name, step, trace.rank, row[6], row[7])
+                key = key_of(name, trace.rank, row[6], row[7])
                 assert key is not None
                 sides.setdefault(key, set()).add(name.kind)
     both = [key for key, kinds in sides.items() if len(kinds) == 2]

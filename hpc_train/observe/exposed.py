@@ -1,7 +1,8 @@
 """How much of a step's time ranks wait for communication, by its kind.
 
 docs/concepts/exposed-communication.md has the definition. A rank waits from `wait` to `end` of a row. While another
-rank has not yet begun its own part, that is waiting for the rank; the rest is exposed communication.
+rank has not yet begun its own part, that is waiting for the rank; the rest is exposed communication. It counts in the
+step in which the rank waits, whichever step the transfer was begun in.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from hpc_train.observe.trace_files import RankTrace, quotient, rows_of
+from hpc_train.observe.rank_trace import RankTrace
+from hpc_train.observe.trace_files import quotient, rows_of, step_span
 from hpc_train.record import Kind, Name
 
-Key = tuple[int, str, str, int, int, int]
-"""What the rows of one transfer have in common: step, group, operation, first or sending rank, receiver, number."""
+Key = tuple[str, str, int, int, int]
+"""What the rows of one transfer have in common: group, operation, first or sending rank, receiver, ordinal."""
 
 
 @dataclass
 class Exposure:
     """Of one kind, summed over the chosen ranks and steps; times in ns.
 
-    num_matched: those whose other sides were all among the chosen ranks; where they were not, all waiting is exposed.
+    num: those that were awaited in these steps. num_matched: those whose other sides were all among the chosen ranks;
+    where they were not, all waiting is exposed. num_from_before: those that were begun before the step.
     """
 
     label: str
     num: int = 0
     num_matched: int = 0
+    num_from_before: int = 0
     num_bytes: int = 0
     in_flight_ns: int = 0
     late_ns: int = 0
@@ -48,14 +50,14 @@ class Exposures:
         return quotient(exposure.exposed_ns, self.step_ns)
 
 
-def key_of(name: Name, step: int, rank: int, peer: int, number: int) -> Key | None:
+def key_of(name: Name, rank: int, peer: int, ordinal: int) -> Key | None:
     """What matches a row with those of other ranks; None for work that is a rank's own."""
     if name.kind is Kind.SEND:
-        return (step, name.group, "p2p", rank, peer, number)
+        return (name.group, "p2p", rank, peer, ordinal)
     if name.kind is Kind.RECEIVE:
-        return (step, name.group, "p2p", peer, rank, number)
+        return (name.group, "p2p", peer, rank, ordinal)
     if name.kind is Kind.COLLECTIVE:
-        return (step, name.group, name.label, name.first_rank, -1, number)
+        return (name.group, name.label, name.first_rank, -1, ordinal)
     return None
 
 
@@ -64,19 +66,20 @@ def measure_exposure(traces: Sequence[RankTrace]) -> Exposures:
     begun, last_begin = _begins(traces)
     found: dict[str, Exposure] = {}
     num_steps, step_ns = 0, 0
-    for trace, step, rows in rows_of(traces):
-        within = _step_span(trace, rows)
+    for trace, _, rows in rows_of(traces):
+        within = step_span(trace, rows)
         if within is None:
             continue
         num_steps += 1
         step_ns += max(0, within[1] - within[0])
-        for name_id, begin, wait, end, _, _, peer, number, num_bytes in rows.tolist():
+        for name_id, begin, wait, end, _, _, peer, ordinal, num_bytes in rows.tolist():
             name = trace.names[name_id]
-            key = key_of(name, step, trace.rank, peer, number)
-            if key is None or not within[0] <= begin <= within[1]:
+            key = key_of(name, trace.rank, peer, ordinal)
+            if key is None or not within[0] <= wait <= within[1]:
                 continue
             kind = found.setdefault(name.label, Exposure(name.label))
             kind.num += 1
+            kind.num_from_before += begin < within[0]
             kind.num_bytes += num_bytes
             kind.in_flight_ns += max(0, end - begin)
             waited = max(0, end - wait)
@@ -93,20 +96,13 @@ def _begins(traces: Sequence[RankTrace]) -> tuple[dict[Key, int], dict[Key, int]
     """Of each transfer how many ranks have begun it, and when the last one did."""
     begun: dict[Key, int] = defaultdict(int)
     last_begin: dict[Key, int] = {}
-    for trace, step, rows in rows_of(traces):
-        for name_id, begin, _, _, _, _, peer, number, _ in rows.tolist():
-            key = key_of(trace.names[name_id], step, trace.rank, peer, number)
+    for trace, _, rows in rows_of(traces, beside=True):
+        for name_id, begin, _, _, _, _, peer, ordinal, _ in rows.tolist():
+            key = key_of(trace.names[name_id], trace.rank, peer, ordinal)
             if key is not None:
                 begun[key] += 1
                 last_begin[key] = max(begin, last_begin.get(key, begin))
     return begun, last_begin
-
-
-def _step_span(trace: RankTrace, rows: np.ndarray) -> tuple[int, int] | None:
-    """Begin and end of the step; None where it has not ended, as at a crash."""
-    ids = [number for number, name in enumerate(trace.names) if name.kind is Kind.STEP]
-    steps = rows[np.isin(rows[:, 0], ids)]
-    return (int(steps[0, 1]), int(steps[0, 3])) if len(steps) else None
 
 
 def exposure_table(exposures: Exposures) -> str:
@@ -143,6 +139,7 @@ def exposure_figures(exposures: Exposures) -> dict[str, object]:
             kind.label: {
                 "number": kind.num,
                 "number_matched": kind.num_matched,
+                "number_from_before": kind.num_from_before,
                 "bytes": kind.num_bytes,
                 "in_flight_s": kind.in_flight_ns / 1e9,
                 "peers_late_s": kind.late_ns / 1e9,

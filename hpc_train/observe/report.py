@@ -19,12 +19,18 @@ def report_command(args: argparse.Namespace) -> int:
     """Write report.md, report.json and loss.png into the run folder, or into --out, and print the table."""
     run = read_run(Path(args.run))
     out = Path(args.out) if args.out else run.run_dir
-    out.mkdir(parents=True, exist_ok=True)
     summary = summarise(run)
-    draw_loss(run, summary, out / CURVE_FILE)
     figures = {**asdict(summary), "gain_nats": summary.gain_nats}
-    (out / "report.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    (out / REPORT_FILE).write_text(report_text(summary), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        draw_loss(run, summary, out / CURVE_FILE)
+        (out / "report.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        (out / REPORT_FILE).write_text(report_text(summary), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written to {out}: {error.strerror or error}. Make room, or give another folder by "
+            "--out"
+        ) from error
     if getattr(args, "json", False):
         say(json.dumps(figures))
         return 0
@@ -41,7 +47,7 @@ def report_text(summary: Summary) -> str:
         ("tokens", _text(summary.tokens, ",d")),
         ("step time, median", _text(summary.step_time_s, ".3f", " s")),
         ("tokens/s, median", _text(summary.tokens_per_s, ",.0f")),
-        ("MFU, median", f"{_text(summary.mfu, '.1%')} of {_peak(summary)}"),
+        ("MFU, median", _mfu(summary)),
         ("training loss, first -> last", f"{_text(summary.first_loss, '.3f')} -> {_text(summary.last_loss, '.3f')}"),
         ("held-out loss", _text(summary.heldout_loss, ".3f", " nats")),
         ("unigram entropy of the corpus", _text(summary.unigram_entropy_nats, ".3f", " nats")),
@@ -51,7 +57,8 @@ def report_text(summary: Summary) -> str:
     lines = [f"| {name.ljust(width)} | {value.rjust(24)} |" for name, value in rows]
     rule = f"|{'-' * (width + 2)}|{'-' * 25}:|"
     head = f"| {'figure'.ljust(width)} | {'value'.rjust(24)} |"
-    return "\n".join([f"# {summary.name}", "", head, rule, *lines, "", f"![loss]({CURVE_FILE})", ""])
+    notes = [f"note: {note}" for note in summary.notes]
+    return "\n".join([f"# {summary.name}", "", head, rule, *lines, "", *notes, f"![loss]({CURVE_FILE})", ""])
 
 
 def draw_loss(run: RunRecord, summary: Summary, path: Path) -> None:
@@ -89,10 +96,10 @@ def draw_loss(run: RunRecord, summary: Summary, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _peak(summary: Summary) -> str:
-    if summary.peak_flops is None:
-        return "an unknown peak"
-    return f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
+def _mfu(summary: Summary) -> str:
+    if summary.mfu is None or summary.peak_flops is None:
+        return "n/a, no peak is known"
+    return f"{summary.mfu:.1%} of {summary.peak_flops / 1e9:,.0f} GFLOP/s"
 
 
 def _text(value: float | None, form: str, unit: str = "") -> str:

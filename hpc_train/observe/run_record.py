@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,23 +12,31 @@ from typing import Any
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.cost import flops_per_token
-from hpc_train.plan.run_files import METRICS_FILE
+from hpc_train.plan.metrics_file import read_metrics
+from hpc_train.plan.run_files import CONFIG_FILE, METRICS_FILE, PLAN_FILE, is_count, is_number, read_json
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's own words. steps: lines of metrics.jsonl by step, the last line of a step that was taken twice."""
+    """A run's own words. steps: lines of metrics.jsonl by step, the last line of a step that was taken twice.
+
+    problems: which files are damaged, and how; their figures are left out.
+    """
 
     run_dir: Path
     config: Config
     steps: tuple[dict[str, Any], ...]
     world_size: int | None
     unigram_entropy_nats: float | None
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a report; None where the run has none. Losses in nats per token, rates are medians."""
+    """The figures of a report; None where the run has none. Losses in nats per token, rates are medians.
+
+    notes: what is wrong with the run's files, so that figures are missing.
+    """
 
     name: str
     ranks: int | None
@@ -46,6 +53,7 @@ class Summary:
     heldout_loss: float | None
     best_heldout_loss: float | None
     unigram_entropy_nats: float | None
+    notes: tuple[str, ...] = ()
 
     @property
     def gain_nats(self) -> float | None:
@@ -59,31 +67,22 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read a run folder.
 
     Raises:
-        ConfigError: no run folder. DataError: it has no metrics yet.
+        ConfigError: no run folder, or a configuration that cannot be read.
+        DataError: it has no metrics that can be read.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is no run folder: it has no config.yaml. Runs are at runs/NAME/JOB_OR_TIME.")
-    config = load_config(run_dir / "config.yaml")
-    steps = read_metrics(run_dir / METRICS_FILE)
+    if not os.path.isfile(run_dir / CONFIG_FILE):
+        raise ConfigError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}. Runs are at runs/NAME/JOB_OR_TIME.")
+    config = load_config(run_dir / CONFIG_FILE)
+    problems: list[str] = []
+    steps = read_metrics(run_dir / METRICS_FILE, problems)
+    if not steps and problems:
+        raise DataError(
+            f"{problems[0]}, and no step can be read there. Restore it; losses are also in the run's logs/."
+        )
     if not steps:
         raise DataError(f"{run_dir} has no {METRICS_FILE} with a step in it: the run has taken none. See its logs/.")
-    return RunRecord(run_dir, config, steps, _world_size(run_dir), _entropy(config))
-
-
-def read_metrics(path: Path) -> tuple[dict[str, Any], ...]:
-    """Lines by step; a last line that is still being written is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return ()
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-            by_step[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
-            continue
-    return tuple(by_step[step] for step in sorted(by_step))
+    world_size = _world_size(run_dir / PLAN_FILE, problems)
+    return RunRecord(run_dir, config, steps, world_size, _entropy(config, problems), tuple(problems))
 
 
 def summarise(run: RunRecord) -> Summary:
@@ -109,6 +108,7 @@ def summarise(run: RunRecord) -> Summary:
         heldout_loss=heldout[-1] if heldout else None,
         best_heldout_loss=min(heldout) if heldout else None,
         unigram_entropy_nats=run.unigram_entropy_nats,
+        notes=run.problems,
     )
 
 
@@ -117,26 +117,26 @@ def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _world_size(run_dir: Path) -> int | None:
-    try:
-        return int(json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["world_size"])
-    except (OSError, ValueError, KeyError):
+def _world_size(path: Path, problems: list[str]) -> int | None:
+    plan = read_json(path, problems)
+    if plan is None:
         return None
+    size = plan.get("world_size")
+    if is_count(size):
+        return size
+    problems.append(f"{path} is damaged: its world_size is no number of ranks")
+    return None
 
 
-def _entropy(config: Config) -> float | None:
+def _entropy(config: Config, problems: list[str]) -> float | None:
     """Unigram entropy of the training blend: of the sources' entropies, weighted; None unless all are known.
 
     A mixture's entropy is at least this mean, so it never flatters the model.
     """
     total, weights = 0.0, 0.0
     for source in config.data.train:
-        try:
-            sidecar = json.loads(Path(f"{source.prefix}.json").read_text(encoding="utf-8"))
-            entropy = float(sidecar["unigram_entropy_nats"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if not math.isfinite(entropy):
+        entropy = (read_json(Path(f"{source.prefix}.json"), problems) or {}).get("unigram_entropy_nats")
+        if not is_number(entropy):
             return None
         total += source.weight * entropy
         weights += source.weight

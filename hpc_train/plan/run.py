@@ -91,7 +91,7 @@ class Plan:
             return rank
         slots = sorted(planned.gpu for planned in self.ranks if planned.node == node)
         if slots:
-            found = f"on {node} the plan has only slots {_ranges(slots)}"
+            found = f"on {node} the plan has only slots {ranges_text(slots)}"
         else:
             more = ", ..." if len(self.nodes) > 8 else ""
             found = f"the plan has no node of that name (it has {', '.join(self.nodes[:8])}{more})"
@@ -243,7 +243,7 @@ def _hash_of(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges_text(numbers: Sequence[int]) -> str:
     """0-3,6: sorted whole numbers, runs joined."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
@@ -55,13 +56,96 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file, or None where there is none that can be read."""
+def read_json(path: Path, problems: list[str] | None = None) -> dict[str, Any] | None:
+    """A JSON object from a file, or None where there is none that can be read.
+
+    problems: gets a sentence where the file is there and is not such an object.
+    """
+    data = _content(path, problems)
+    value = None if data is None else _object(data)
+    if data is not None and value is None and problems is not None:
+        problems.append(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+def read_json_lines(
+    path: Path, problems: list[str] | None = None, *, is_growing: bool = False, tail_bytes: int | None = None
+) -> list[dict[str, Any]]:
+    """The JSON objects of a file that has one a line; empty where there is none that can be read.
+
+    Args:
+        problems: Gets a sentence where there are lines that are no such object. These are left out.
+        is_growing: The end of a last line may be yet to come; it is left out without a word.
+        tail_bytes: Only the lines within the last so many bytes; None for all.
+    """
+    data = _content(path, problems, tail_bytes)
+    if data is None:
+        return []
+    *lines, last = data.split(b"\n")
+    if last.strip() and not (is_growing and last.startswith(b"{") and _object(last) is None):
+        lines.append(last)
+    values = [_object(line) if line.strip() else {} for line in lines]
+    wrong = [number for number, value in enumerate(values, start=1) if value is None]
+    if wrong and problems is not None:
+        first = f"line {wrong[0]}" if tail_bytes is None else "a line near its end"
+        more = f" and {len(wrong) - 1} more lines hold" if len(wrong) > 1 else " holds"
+        problems.append(f"{path} is damaged: {first}{more} no JSON object")
+    return [value for value in values if value]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value from JSON is a number that a float holds, and no NaN or infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value from JSON is a whole number from 0 to 2**63 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _content(path: Path, problems: list[str] | None, tail_bytes: int | None = None) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            start = 0 if tail_bytes is None else max(0, os.fstat(file.fileno()).st_size - tail_bytes)
+            file.seek(start)
+            data = file.read()
+            return data.partition(b"\n")[2] if start and b"\n" in data else data
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if problems is not None:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+        return None
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_outcome(run_dir: Path, problems: list[str] | None = None) -> dict[str, Any]:
+    """How the last attempt ended: outcome, exit_code, reason and what else is noted; empty where it is not known.
+
+    problems: gets a sentence where the file is there and does not say so.
+    """
+    path = run_dir / OUTCOME_FILE
+    outcome = read_json(path, problems)
+    if outcome is None:
+        return {}
+    texts = (outcome.get("outcome"), outcome.get("reason", ""))
+    if all(isinstance(text, str) for text in texts) and is_count(outcome.get("exit_code")):
+        return outcome
+    if problems is not None:
+        problems.append(f"{path} is damaged: it does not say outcome, exit_code and reason")
+    return {}
 
 
 @dataclass(frozen=True)

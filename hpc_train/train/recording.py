@@ -18,6 +18,7 @@ from hpc_train.record import (
     HostClock,
     Recorder,
     attempt_folder,
+    attempts_in,
     rank_trace_file,
 )
 
@@ -29,7 +30,7 @@ def start_recorder(run_dir: Path, observe: ObserveConfig, world: World) -> Recor
     from hpc_train.train.trace import TraceRecorder
 
     folder = run_dir / TRACE_FOLDER
-    attempt = world.control.broadcast(_next_attempt(folder) if world.rank == 0 else None)
+    attempt = world.control.broadcast(1 + max(attempts_in(folder), default=0) if world.rank == 0 else None)
     folder = folder / attempt_folder(attempt)
     offsets = measure_clock_offsets(world)
     if world.rank == 0:
@@ -50,10 +51,6 @@ def _clock(world: World) -> Clock:
     from hpc_train.train.cuda_clock import CudaClock
 
     return CudaClock(world.device)
-
-
-def _next_attempt(folder: Path) -> int:
-    return 1 + max((int(path.name.rpartition("_")[2]) for path in folder.glob("attempt_*")), default=0)
 
 
 def _write_offsets(folder: Path, offsets: dict[int, ClockOffset]) -> None:

@@ -2,17 +2,18 @@
 
 1. a segment's end adds its row to a buffer: integers alone, no text is made
 2. a step's end hands the buffer to the thread; where the thread is behind by many buffers, the buffer is dropped
-3. the thread resolves marks into times and appends a block: a line of JSON, then the rows
+3. the thread resolves marks into times and appends a block: a line of JSON, then the rows; both with a checksum
+4. closing appends a block without rows, by which a reader knows that nothing is missing
 
 What is beyond the cap, or was not written, is counted, and the count is in every block.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import threading
+import zlib
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from typing import Any
 import nvtx
 
 from hpc_train.log import warn
-from hpc_train.record import COLUMNS, Clock, Kind, Name, Recorder, Segment, times_of
+from hpc_train.record import COLUMNS, Clock, Kind, Name, Recorder, Segment, sealed_line, times_of
 
 # Assumed: a step's rows are some 100, so that a full queue is seconds of a file system that does not answer.
 _MAX_WAITING_BLOCKS = 64
@@ -72,7 +73,6 @@ class TraceRecorder(Recorder):
 
     def step(self, number: int) -> Segment:
         self._hand_over()
-        self._counts.clear()
         self._step = number
         self._is_on = self._steps is None or self._steps[0] <= number <= self._steps[1]
         return self.segment("step", Kind.STEP)
@@ -162,7 +162,7 @@ class _Writer:
         self._queue: queue.Queue[tuple[int, array[int], list[Name], int] | None] = queue.Queue(_MAX_WAITING_BLOCKS)
         self._unsent: list[Name] = []
         self._num_lost, self._num_unwritten = 0, 0
-        self._first_line = json.dumps({"columns": COLUMNS, "byteorder": sys.byteorder, **facts}, allow_nan=False)
+        self._first_line = sealed_line({"columns": COLUMNS, "byteorder": sys.byteorder, **facts})
         self._thread = threading.Thread(target=self._run, name="trace writer", daemon=True)
         self._thread.start()
 
@@ -193,7 +193,7 @@ class _Writer:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "wb") as file:
-                file.write(f"{self._first_line}\n".encode())
+                file.write(self._first_line)
                 while (block := self._queue.get()) is not None:
                     file.write(self._encoded(*block))
                     if self._queue.empty():
@@ -206,13 +206,15 @@ class _Writer:
         times = self._clock.resolve(times_of(rows))
         for column in (1, 2, 3):
             rows[column::_WIDTH] = array("q", times[column - 1 :: 3])
+        data = rows.tobytes()
         head = {
             "step": step,
             "rows": len(rows) // _WIDTH,
+            "crc32": zlib.crc32(data),
             "dropped": dropped,
             "names": [asdict(name) for name in names],
         }
-        return f"{json.dumps(head)}\n".encode() + rows.tobytes()
+        return sealed_line(head) + data
 
     def _discard(self, block: tuple[int, array[int], list[Name], int] | None) -> None:
         """Count what was not written, and take what still comes, so that nobody waits for a place in the queue."""

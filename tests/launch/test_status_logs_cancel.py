@@ -54,7 +54,7 @@ def test_a_run_in_the_queue_is_pending_with_slurm_s_reason(
     queue.add("squeue", "12|PENDING|lit|tle|0:00|1:00:00|(Priority)\n")
     assert status_json(capsys)[0] | {"run_dir": ""} == {
         "run_dir": "", "name": "little", "job_id": "12", "state": "pending", "attempt": 0, "step": None,
-        "loss": None, "tokens_per_s": None, "exit_code": None, "note": "PENDING (Priority)",
+        "loss": None, "tokens_per_s": None, "exit_code": None, "note": "PENDING (Priority)", "damaged": [],
     }  # fmt: skip
 
 

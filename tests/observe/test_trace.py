@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import main
-from hpc_train.errors import DataError
+from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_exposure
 from hpc_train.observe.trace_command import trace_command
 from hpc_train.observe.trace_files import choose_ranks, find_trace, parse_ranges, quotient, read_rank
 from hpc_train.record import Kind
-from tests.observe.traces import MS, FakeClock, arrows, open_recorder, read_strictly, write_clock, write_pipeline
+from tests.observe.traces import (
+    MS,
+    FakeClock,
+    arrows,
+    open_recorder,
+    read_strictly,
+    write_clock,
+    write_early_gathers,
+    write_pipeline,
+)
 
 
 def _options(run_dir: Path, steps: str | None) -> argparse.Namespace:
@@ -100,6 +109,73 @@ def test_without_the_other_ranks_all_waiting_counts_as_exposed(tmp_path: Path) -
     assert (receive.num, receive.num_matched, receive.late_ns, receive.exposed_ns) == (1, 0, 0, 12 * MS)
 
 
+@pytest.mark.parametrize("steps", [range(2, 3), range(1, 5), None])
+def test_a_wait_counts_in_the_step_that_waits_whichever_step_the_transfer_was_begun_in(
+    tmp_path: Path, steps: range | None
+) -> None:
+    write_early_gathers(tmp_path, 4)
+    folder = find_trace(tmp_path)
+    found = measure_exposure([read_rank(folder, rank, steps) for rank in folder.ranks])
+    (gathers,) = found.kinds
+    num_steps = 4 if steps is None else len(steps)
+    num_early = num_steps if num_steps == 1 else num_steps - 1  # nothing is begun before step 1
+    assert (gathers.num_from_before, gathers.num) == (2 * num_early, 2 * (num_early + num_steps))
+    assert gathers.num_matched == gathers.num
+    assert (gathers.exposed_ns, gathers.late_ns) == (2 * (5 * num_early + 3 * num_steps) * MS, 0)
+    assert found.step_ns == 2 * num_steps * 90 * MS
+    assert gathers.in_flight_ns == 2 * (35 * num_early + 6 * num_steps) * MS
+
+
+def test_a_peer_that_begins_its_side_of_an_earlier_steps_transfer_late_is_told_from_the_network(
+    tmp_path: Path,
+) -> None:
+    write_early_gathers(tmp_path, 3, late_ns=4 * MS)
+    folder = find_trace(tmp_path)
+    (gathers,) = measure_exposure([read_rank(folder, rank, range(3, 4)) for rank in folder.ranks]).kinds
+    # The own gather is begun by rank 1 a millisecond behind rank 0's wait; the early one long before both waits.
+    assert gathers.late_ns == MS
+    assert gathers.exposed_ns == 2 * 5 * MS + 2 * 2 * MS
+
+
+def test_a_message_that_its_sender_awaits_in_the_next_step_is_matched_without_that_step(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        clock = FakeClock()
+        recorder = open_recorder(tmp_path, rank, clock)
+        with recorder.step(1):
+            clock.now_ns = 10 * MS if rank == 0 else 2 * MS
+            kind = Kind.SEND if rank == 0 else Kind.RECEIVE
+            message = recorder.communication(kind, str(kind), "pp", (0, 1), 8, 1 - rank)
+            if rank == 1:
+                message.begin_wait()
+                clock.now_ns = 12 * MS
+                message.end()
+            clock.now_ns = 20 * MS
+        with recorder.step(2):
+            if rank == 0:
+                message.begin_wait()
+                message.end()
+        recorder.close()
+    folder = find_trace(tmp_path)
+    (receive,) = measure_exposure([read_rank(folder, rank, range(1, 2)) for rank in folder.ranks]).kinds
+    assert (receive.label, receive.num_matched) == ("pp receive", 1)
+    assert (receive.late_ns, receive.exposed_ns) == (8 * MS, 2 * MS)
+
+
+def test_what_is_under_way_across_the_chosen_steps_is_drawn_and_told(tmp_path: Path, capsys) -> None:
+    write_early_gathers(tmp_path, 4)
+    picture = tmp_path / "t.png"
+    assert _run(tmp_path, "--steps", "3-3", "--png", str(picture)) == 0
+    assert "2 transfers were begun before the step that awaits them, in which they count" in capsys.readouterr().out
+    events = [event for event in read_strictly(tmp_path / "trace.json.gz") if event["ph"] == "X" and event["pid"] == 1]
+    # From 80 ms of step 2, where the picture of the trace begins, to that of the gather that step 4 awaits.
+    gathers = [(event["ts"], event["dur"]) for event in events if event["name"] == "dp all_gather"]
+    assert gathers == [(0, 35_000), (100_000, 35_000), (102_000, 6_000)]
+    waits = [(event["ts"], event["dur"]) for event in events if event["name"] == "wait: dp all_gather"]
+    assert waits == [(30_000, 5_000), (105_000, 3_000)]
+    assert [event["ts"] for event in events if event["name"] == "step 3"] == [20_000]
+    assert picture.stat().st_size > 5000
+
+
 def test_the_figures_are_printed_as_a_table_and_as_strict_json(tmp_path: Path, capsys) -> None:
     write_pipeline(tmp_path, 2, 2)
     _run(tmp_path)
@@ -159,10 +235,33 @@ def test_a_file_that_the_end_of_the_job_cut_short_is_read_up_to_there(tmp_path: 
     folder = find_trace(tmp_path)
     path = folder.path / "rank_00000.trace"
     whole = path.read_bytes()
-    for length in (len(whole) - 1, len(whole) - 100, len(whole) - 500):
+    assert read_rank(folder, 0).missing == ""
+    seen = set()
+    for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
-        assert set(read_rank(folder, 0).rows) <= {1, 2, 3}
-        assert 1 in read_rank(folder, 0).rows
+        trace = read_rank(folder, 0)
+        assert trace.missing
+        seen.add((trace.missing.partition(":")[0], *sorted(trace.rows)))
+        assert set(read_rank(folder, 0, range(2, 3)).rows) == set(trace.rows) & {2}
+    # Of each step 4 rows: cut in its block, cut behind it, and not cut but without the end that closing writes.
+    for step in (1, 2, 3):
+        before, own = range(1, step), range(1, step + 1)
+        assert (f"its file cut short in a block of step {step}", *before) in seen
+        assert (f"its file cut short behind a block of step {step}", *own) in seen
+    assert ("nothing whole in its file, as of a rank that was killed at its start",) in seen
+
+
+def test_each_flipped_byte_of_a_file_is_told(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, 1, 2)
+    folder = find_trace(tmp_path)
+    path = folder.path / "rank_00000.trace"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        try:
+            assert read_rank(folder, 0).missing, position
+        except DataError as error:
+            assert "damaged" in str(error) and str(path) in str(error) and "--ranks" in str(error)
 
 
 def test_overlapping_transfers_of_two_ranks_with_equal_numbers_stay_apart(tmp_path: Path) -> None:
@@ -193,18 +292,48 @@ def test_overlapping_transfers_of_two_ranks_with_equal_numbers_stay_apart(tmp_pa
 def test_ranges_say_what_is_not_understood() -> None:
     assert parse_ranges("0-3,8", "--ranks") == (range(0, 4), range(8, 9))
     for wrong in ("", "3-", "-3", "5-2", "a", "1,,2"):
-        with pytest.raises(DataError, match="--ranks"):
+        with pytest.raises(ConfigError, match="--ranks"):
             parse_ranges(wrong, "--ranks")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ranks", "a"), "'a' is not understood"),
+        (("--ranks", "3-0"), "'3-0' is not understood"),
+        (("--ranks", "9" * 5000), "is not understood"),
+        (("--ranks", "0-99999999999"), "rank 2 has no file"),
+        (("--steps", "3-1"), "'3-1' is not understood"),
+        (("--steps", "1,3"), "is not one range"),
+        (("--attempt", "4"), "no attempt 4; it has 1"),
+        (("--png", "t.txt"), "ends in .png"),
+        (("--png", "nowhere/t.png"), "--png"),
+        (("--out", "nowhere/t.json.gz"), "--out"),
+    ],
+)
+def test_what_cannot_be_meant_or_written_is_a_fault_of_usage(
+    tmp_path: Path, capsys, monkeypatch, options: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_pipeline(tmp_path, 2, 2)
+    assert _run(tmp_path, *options) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_said_to_be_none(tmp_path: Path, capsys) -> None:
+    assert _run(tmp_path / "nope") == 2
+    assert "no run folder: there is no such folder" in capsys.readouterr().err
+    assert _run(tmp_path) == 2
+    assert "it has no config.yaml" in capsys.readouterr().err
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(DataError, match=r"observe\.trace=false"):
         find_trace(tmp_path)
     write_pipeline(tmp_path, 2, 2)
-    with pytest.raises(DataError, match="rank 5 has no file"):
+    with pytest.raises(ConfigError, match="rank 5 has no file"):
         choose_ranks(find_trace(tmp_path), "0-1,5")
-    with pytest.raises(DataError, match="no attempt 4"):
-        find_trace(tmp_path, 4)
     with pytest.raises(DataError, match="steps 7 to 9"):
         trace_command(_options(tmp_path, steps="7-9"))
 

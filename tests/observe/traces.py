@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.record import CLOCK_FILE, TRACE_FOLDER, HostClock, Kind, attempt_folder, rank_trace_file
+from hpc_train.record import CLOCK_FILE, TRACE_FOLDER, HostClock, Kind, Segment, attempt_folder, rank_trace_file
 from hpc_train.train.trace import TraceRecorder
 
 MS = 1_000_000
@@ -78,6 +78,38 @@ def _play_step(
         clock.now_ns = end + (late_ns if rank == num_ranks - 1 else 0)
         with recorder.communication(Kind.COLLECTIVE, "all_reduce", "world", ranks, 8):
             clock.now_ns = end + late_ns + MS
+
+
+def write_early_gathers(run_dir: Path, num_steps: int, *, late_ns: int = 0) -> None:
+    """Two ranks, a step each 100 ms. In each a gather is begun after 80 ms and awaited in the next step after 10 ms for
+    5 ms; another one is begun after 82 ms and awaited in the step itself after 85 ms for 3 ms. Rank 1 begins both
+    `late_ns` later.
+    """
+    write_clock(run_dir, {0: (0, 0)})
+    for rank in (0, 1):
+        clock = FakeClock()
+        recorder = open_recorder(run_dir, rank, clock)
+        early = None
+        for step in range(1, num_steps + 1):
+            start, late = 100 * step * MS, rank * late_ns
+            clock.now_ns = start
+            with recorder.step(step):
+                if early is not None:
+                    _await(early, clock, start + 10 * MS, start + 15 * MS)
+                clock.now_ns = start + 80 * MS + late
+                early = recorder.communication(Kind.COLLECTIVE, "all_gather", "dp", (0, 1), 64)
+                clock.now_ns = start + 82 * MS + late
+                own = recorder.communication(Kind.COLLECTIVE, "all_gather", "dp", (0, 1), 64)
+                _await(own, clock, start + max(85 * MS, 82 * MS + late), start + 88 * MS)
+                clock.now_ns = start + 90 * MS
+        recorder.close()
+
+
+def _await(transfer: Segment, clock: FakeClock, wait_ns: int, end_ns: int) -> None:
+    clock.now_ns = wait_ns
+    transfer.begin_wait()
+    clock.now_ns = end_ns
+    transfer.end()
 
 
 def read_strictly(path: Path) -> list[dict[str, Any]]:
