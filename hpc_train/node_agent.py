@@ -12,8 +12,8 @@ from hpc_train.health.agent import run_agent
 
 def services(log: Callable[[str], None]) -> Sequence[Service]:
     """What the agent does beside watching its ranks. None of it imports torch, or anything before it is asked."""
-    from hpc_train.checkpoint.copy_service import CopyService
-    from hpc_train.checkpoint.node_writer import CheckpointService
+    from hpc_train.checkpoint.copies.copy_service import CopyService
+    from hpc_train.checkpoint.saving.node_writer import CheckpointService
     from hpc_train.data.node_reader import DataService
 
     copies = CopyService(log)

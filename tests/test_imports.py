@@ -41,6 +41,21 @@ MAY_IMPORT = {
 # These start everything else, and import it when called.
 FREE = ["__init__", "__main__", "cli", "node_agent"]
 
+# The parts of checkpoint, each of which may import those before it.
+PARTS_OF_CHECKPOINT = [
+    "arguments",
+    "progress",
+    "stores",
+    "format",
+    "files",
+    "folders",
+    "copies",
+    "saving",
+    "loading",
+    "convert",
+    "command",
+]
+
 TORCH_FREE_PARTS = [
     "errors",
     "log",
@@ -61,35 +76,36 @@ TORCH_FREE_MODULES = [
     *(
         f"hpc_train.checkpoint.{name}"
         for name in (
-            "archive",
             "command",
-            "copy_keeper",
-            "copy_sender",
-            "copy_server",
-            "copy_service",
-            "copy_wire",
-            "find",
-            "finish",
-            "folder",
-            "hdfs_native_store",
-            "hf_config",
-            "hf_names",
-            "lineage",
-            "local_folder",
-            "local_parts",
-            "local_store",
-            "location",
-            "node_save",
-            "node_writer",
-            "opcodes",
-            "placed",
-            "pruning",
-            "run_location",
-            "store",
-            "torch_index",
-            "verify",
-            "webhdfs_store",
-            "write",
+            "convert.hf_config",
+            "convert.hf_names",
+            "copies.copy_keeper",
+            "copies.copy_sender",
+            "copies.copy_server",
+            "copies.copy_service",
+            "copies.copy_wire",
+            "copies.lineage",
+            "copies.local_folder",
+            "copies.local_parts",
+            "files.finish",
+            "files.parts",
+            "files.write",
+            "folders.find",
+            "folders.folder",
+            "folders.pruning",
+            "folders.run_location",
+            "folders.verify",
+            "format.archive",
+            "format.opcodes",
+            "format.placed",
+            "format.torch_index",
+            "saving.node_save",
+            "saving.node_writer",
+            "stores.hdfs_native_store",
+            "stores.local_store",
+            "stores.location",
+            "stores.store",
+            "stores.webhdfs_store",
         )
     ),
 ]
@@ -154,6 +170,23 @@ def test_the_import_table_has_no_cycle() -> None:
         ready = {part for part, needs in MAY_IMPORT.items() if part not in done and done.issuperset(needs)}
         assert ready, f"a cycle among {sorted(set(MAY_IMPORT) - done)}"
         done |= ready
+
+
+def _part_of_checkpoint(module: str) -> str | None:
+    """`stores` for hpc_train.checkpoint.stores.location; None for what is not in checkpoint, or checkpoint itself."""
+    top, _, rest = module.partition("hpc_train.checkpoint.")
+    return None if top or not rest else rest.partition(".")[0]
+
+
+def test_each_part_of_checkpoint_imports_only_those_before_it() -> None:
+    wrong = []
+    for path in (PACKAGE / "checkpoint").rglob("*.py"):
+        part = _part_of_checkpoint(_module_name(path))
+        allowed = PARTS_OF_CHECKPOINT[: PARTS_OF_CHECKPOINT.index(part) + 1] if part else []
+        for line, name in _imports(path):
+            if (other := _part_of_checkpoint(name)) is not None and other not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {part} may not import {other}")
+    assert not wrong
 
 
 _READS_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
@@ -259,7 +292,7 @@ def test_help_imports_neither_pydantic_nor_numpy(command: list[str]) -> None:
 
 def test_the_node_agent_has_no_more_than_it_needs() -> None:
     """It stands beside the ranks for as long as they run."""
-    modules = "import sys, hpc_train.node_agent, hpc_train.data.node_reader, hpc_train.checkpoint.node_save"
+    modules = "import sys, hpc_train.node_agent, hpc_train.data.node_reader, hpc_train.checkpoint.saving.node_save"
     _python(f"{modules}\nassert 'numpy' not in sys.modules")
     _python(f"{modules}, hpc_train.data.node_steps\nassert not {{'pydantic', 'yaml', 'torch'}} & set(sys.modules)")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from hpc_train.checkpoint.location import Location
+    from hpc_train.checkpoint.stores.location import Location
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -24,8 +24,8 @@ def run_ckpt_command(args: Namespace) -> int:
 
 
 def ls_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.find import checkpoints_folder
-    from hpc_train.checkpoint.verify import list_checkpoints
+    from hpc_train.checkpoint.folders.find import checkpoints_folder
+    from hpc_train.checkpoint.folders.verify import list_checkpoints
 
     root = _existing(checkpoints_folder(args.run))
     listed = list_checkpoints(root)
@@ -43,11 +43,11 @@ def ls_command(args: Namespace) -> int:
 
 
 def verify_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
-    from hpc_train.checkpoint.folder import steps_newest_first
-    from hpc_train.checkpoint.location import locate
+    from hpc_train.checkpoint.folders.find import checkpoints_folder, find_checkpoint, is_checkpoint
+    from hpc_train.checkpoint.folders.folder import steps_newest_first
+    from hpc_train.checkpoint.folders.verify import verify
     from hpc_train.checkpoint.progress import Progress
-    from hpc_train.checkpoint.verify import verify
+    from hpc_train.checkpoint.stores.location import locate
 
     path = locate(args.path)
     chosen = [path]
@@ -69,7 +69,7 @@ def verify_command(args: Namespace) -> int:
 
 
 def convert_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.convert_hf import convert
+    from hpc_train.checkpoint.convert.convert_hf import convert
     from hpc_train.checkpoint.progress import Progress
 
     start = time.monotonic()
@@ -108,9 +108,9 @@ def convert_command(args: Namespace) -> int:
 
 
 def prune_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.find import checkpoints_folder
+    from hpc_train.checkpoint.folders.find import checkpoints_folder
+    from hpc_train.checkpoint.folders.pruning import carry_out, plan_pruning
     from hpc_train.checkpoint.progress import Progress
-    from hpc_train.checkpoint.pruning import carry_out, plan_pruning
 
     root = _existing(checkpoints_folder(args.run))
     with Progress("reading the newest one") as progress:

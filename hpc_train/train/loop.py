@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.attempt import attempt_of
-from hpc_train.checkpoint.lineage import Lineage, forget_lineage, note_lineage
-from hpc_train.checkpoint.load import Loaded
-from hpc_train.checkpoint.local_folder import folder_of_run
-from hpc_train.checkpoint.local_saves import LocalCopies, LocalFolder
-from hpc_train.checkpoint.location import Location
-from hpc_train.checkpoint.run_location import run_location
-from hpc_train.checkpoint.saver import Saver
+from hpc_train.checkpoint.copies.lineage import Lineage, forget_lineage, note_lineage
+from hpc_train.checkpoint.copies.local_folder import folder_of_run
+from hpc_train.checkpoint.copies.local_saves import LocalCopies, LocalFolder
+from hpc_train.checkpoint.folders.attempt import attempt_of
+from hpc_train.checkpoint.folders.run_location import run_location
+from hpc_train.checkpoint.loading.load import Loaded
+from hpc_train.checkpoint.saving.saver import Saver
+from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import read_job_key, this_node
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.network import advertised_address
@@ -267,8 +267,8 @@ def note_copies(run: Run, loaded: Loaded | None) -> None:
 
 def begin_from(run: Run, source: str) -> None:
     """Take the weights of another run or of a converted model, and nothing else of it. Collective over all ranks."""
-    from hpc_train.checkpoint.init_from import load_weights
-    from hpc_train.checkpoint.model_tensors import ModelSpec
+    from hpc_train.checkpoint.format.model_tensors import ModelSpec
+    from hpc_train.checkpoint.loading.init_from import load_weights
 
     spec = ModelSpec(run.config.model, run.config.data.seq_len)
     path = load_weights(source, state_pieces(run.trainer), spec, run.world)

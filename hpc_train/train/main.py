@@ -170,7 +170,7 @@ def _out_of_memory(error: BaseException) -> ConfigError | None:
 def _train(
     run_dir: Path, config: Config, mesh: Mesh, world: World, stop: StopMark, debugger: Debugger
 ) -> Stopped | None:
-    from hpc_train.checkpoint.load import load_newest
+    from hpc_train.checkpoint.loading.load import load_newest
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
     from hpc_train.train.build import build_run
@@ -226,8 +226,8 @@ def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
 
 def _open_checkpoints(run: Run) -> None:
     """Refuse at the start what would fail at the first save."""
-    from hpc_train.checkpoint.attempt import attempt_of
-    from hpc_train.checkpoint.run_location import open_location
+    from hpc_train.checkpoint.folders.attempt import attempt_of
+    from hpc_train.checkpoint.folders.run_location import open_location
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))

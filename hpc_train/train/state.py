@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.train.step import Trainer
 
 

@@ -30,7 +30,7 @@ def _state(me: TestRank, num_tensors: int, value: float | None, spread: bool) ->
     """All tensors of the state, or the ranks' shares of them; value None: to be filled."""
     import torch
 
-    from hpc_train.checkpoint.state import StatePiece
+    from hpc_train.checkpoint.format.state import StatePiece
     from hpc_train.plan.flat import Box
 
     shape = (TENSOR_ROWS, ROW)
@@ -48,7 +48,7 @@ def _state(me: TestRank, num_tensors: int, value: float | None, spread: bool) ->
 
 def save(me: TestRank, place: str, num_tensors: int) -> None:
     """Written once, a share by each rank."""
-    from hpc_train.checkpoint.save import save_checkpoint
+    from hpc_train.checkpoint.saving.save import save_checkpoint
     from tests.worlds import make_world
 
     save_checkpoint(place, 1, _state(me, num_tensors, 1.0, spread=True), {}, make_world(me), keep=0)
@@ -56,7 +56,7 @@ def save(me: TestRank, place: str, num_tensors: int) -> None:
 
 def load_ours(me: TestRank, place: str, num_tensors: int) -> float:
     """Seconds until all ranks have all of it."""
-    from hpc_train.checkpoint.load import load_newest
+    from hpc_train.checkpoint.loading.load import load_newest
     from tests.worlds import make_world
 
     world, pieces = make_world(me), _state(me, num_tensors, None, spread=False)
@@ -70,7 +70,7 @@ def load_dcp(me: TestRank, place: str, num_tensors: int) -> float:
     """The same by torch's own distributed checkpoint, from the same folder through the same client."""
     import torch.distributed.checkpoint as dcp
 
-    from hpc_train.checkpoint.location import locate
+    from hpc_train.checkpoint.stores.location import locate
 
     state = {piece.name: piece.tensor() for piece in _state(me, num_tensors, None, spread=False)}
     with _together() as seconds:

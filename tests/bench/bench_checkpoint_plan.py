@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.checkpoint.location import locate
-from hpc_train.checkpoint.manifest import Manifest, StoredTensor, parse_manifest
-from hpc_train.checkpoint.needs import stored_table
-from hpc_train.checkpoint.stored_boxes import StoredBoxes
+from hpc_train.checkpoint.format.manifest import Manifest, StoredTensor, parse_manifest
+from hpc_train.checkpoint.format.stored_boxes import StoredBoxes
+from hpc_train.checkpoint.loading.needs import stored_table
+from hpc_train.checkpoint.stores.location import locate
 from hpc_train.config import Config, load_config
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.mesh import Mesh

@@ -44,9 +44,9 @@ def rank_main(me: TestRank, folder: str, key: str, agent_pid: int, mib: int, rou
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from hpc_train.checkpoint.agent_saves import AgentSaves, AgentTarget
-    from hpc_train.checkpoint.location import locate
-    from hpc_train.checkpoint.state import StatePiece
+    from hpc_train.checkpoint.format.state import StatePiece
+    from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget
+    from hpc_train.checkpoint.stores.location import locate
     from hpc_train.plan.flat import Box
     from tests.worlds import make_world
 

@@ -40,15 +40,15 @@ def rank_main(
     """On each rank, the seconds of each round's parts, and of the loads at the end."""
     import torch
 
-    from hpc_train.checkpoint.agent_saves import AgentSaves, AgentTarget
-    from hpc_train.checkpoint.attempt import attempt_of
-    from hpc_train.checkpoint.lineage import Lineage, note_lineage
-    from hpc_train.checkpoint.load import load_newest
-    from hpc_train.checkpoint.local_folder import folder_of_run
-    from hpc_train.checkpoint.local_parts import PartName
-    from hpc_train.checkpoint.local_saves import LocalCopies, LocalFolder
-    from hpc_train.checkpoint.location import locate
-    from hpc_train.checkpoint.state import StatePiece
+    from hpc_train.checkpoint.copies.lineage import Lineage, note_lineage
+    from hpc_train.checkpoint.copies.local_folder import folder_of_run
+    from hpc_train.checkpoint.copies.local_parts import PartName
+    from hpc_train.checkpoint.copies.local_saves import LocalCopies, LocalFolder
+    from hpc_train.checkpoint.folders.attempt import attempt_of
+    from hpc_train.checkpoint.format.state import StatePiece
+    from hpc_train.checkpoint.loading.load import load_newest
+    from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget
+    from hpc_train.checkpoint.stores.location import locate
     from hpc_train.config import LocalCopiesConfig
     from hpc_train.plan.flat import Box
     from tests.worlds import make_world

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hpc_train.checkpoint.load import load_newest
-from hpc_train.checkpoint.location import Place
-from hpc_train.checkpoint.save import save_checkpoint
-from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.format.state import StatePiece
+from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.checkpoint.stores.location import Place
 from hpc_train.plan.flat import Box
 from tests.ranks import TestRank
 from tests.worlds import make_world

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpc_train.checkpoint.load import load_newest
-from hpc_train.checkpoint.save import save_checkpoint
+from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.train.state import state_pieces
 from tests.train.trainers import TREES, make_config, make_trainer, sequences
 from tests.worlds import make_world

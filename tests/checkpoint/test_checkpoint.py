@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.checkpoint import folder, local_store, save
-from hpc_train.checkpoint.folder import create_temporary, prune, sound_checkpoints
-from hpc_train.checkpoint.load import load_newest
-from hpc_train.checkpoint.location import locate
-from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from hpc_train.checkpoint.save import save_checkpoint
-from hpc_train.checkpoint.store import StoreError
+from hpc_train.checkpoint.folders import folder
+from hpc_train.checkpoint.folders.folder import create_temporary, prune, sound_checkpoints
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.saving import save
+from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.checkpoint.stores import local_store
+from hpc_train.checkpoint.stores.location import locate
+from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
 from tests.checkpoint import plain_state

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint import hf_folder
 from hpc_train.checkpoint.command import parse_size
-from hpc_train.checkpoint.manifest import read_manifest
+from hpc_train.checkpoint.convert import hf_folder
+from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.cli import main
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import ConfigError, ExitCode
-from tests.checkpoint.hf_folders import SPECS, make_hf_folder, weights, write_checkpoint
+from tests.checkpoint.convert.hf_folders import SPECS, make_hf_folder, weights, write_checkpoint
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.location import locate
-from hpc_train.checkpoint.node_writer import CheckpointService
-from hpc_train.checkpoint.saver import Saver
-from hpc_train.checkpoint.state import StatePiece
+from hpc_train.checkpoint.format.state import StatePiece
+from hpc_train.checkpoint.saving.node_writer import CheckpointService
+from hpc_train.checkpoint.saving.saver import Saver
+from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cluster.agent_address import ask_agent
 from hpc_train.cluster.agent_service import Peer, Service
 from hpc_train.comm.control import Control

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_train.checkpoint.location import Location, locate
-from hpc_train.checkpoint.store import Patience, StoreError
+from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.checkpoint.stores.store import Patience, StoreError
 from hpc_train.errors import ConfigError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
-from tests.checkpoint.store_contract import StoreContract
+from tests.checkpoint.stores.store_contract import StoreContract
 
 ELEMENTS = 2 << 20
 

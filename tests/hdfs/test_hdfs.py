@@ -18,22 +18,22 @@ import torch
 import yaml
 
 from hpc_train.checkpoint import command
-from hpc_train.checkpoint.convert_hf import convert
-from hpc_train.checkpoint.folder import steps_newest_first
-from hpc_train.checkpoint.location import Location, locate
-from hpc_train.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from hpc_train.checkpoint.run_location import CLAIM_FILE, open_location, run_location
-from hpc_train.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE
-from hpc_train.checkpoint.store import Patience, StoreError
+from hpc_train.checkpoint.convert.convert_hf import convert
+from hpc_train.checkpoint.convert.safetensors_files import INDEX_FILE, SINGLE_FILE
+from hpc_train.checkpoint.folders.folder import steps_newest_first
+from hpc_train.checkpoint.folders.run_location import CLAIM_FILE, open_location, run_location
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.checkpoint.stores.store import Patience, StoreError
 from hpc_train.cli import main
 from hpc_train.errors import CheckpointError, ConfigError
 from tests.bench import bench_checkpoint_load
 from tests.checkpoint import plain_state
-from tests.checkpoint.hf_folders import make_hf_folder
-from tests.checkpoint.kills import kill_in_saves
+from tests.checkpoint.convert.hf_folders import make_hf_folder
 from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.runs import resume, train_and_save
-from tests.checkpoint.store_contract import StoreContract
+from tests.checkpoint.saving.kills import kill_in_saves
+from tests.checkpoint.stores.store_contract import StoreContract
 from tests.ranks import run_ranks
 from tests.services.hdfs import HdfsCluster, libhdfs_skip_reason
 from tests.worlds import make_world, single_world

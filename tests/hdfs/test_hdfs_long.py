@@ -11,17 +11,17 @@ import time
 
 import pytest
 
-from hpc_train.checkpoint.location import locate
-from hpc_train.checkpoint.node_writer import CheckpointService
-from hpc_train.checkpoint.store import Patience, StoreError
-from hpc_train.checkpoint.verify import verify
+from hpc_train.checkpoint.folders.verify import verify
+from hpc_train.checkpoint.saving.node_writer import CheckpointService
+from hpc_train.checkpoint.stores.location import locate
+from hpc_train.checkpoint.stores.store import Patience, StoreError
 from hpc_train.errors import CheckpointError
 from tests.agents import served
 from tests.checkpoint import plain_state
-from tests.checkpoint.agent_kills import kill_around_agents
-from tests.checkpoint.kills import kill_in_saves
-from tests.checkpoint.node_ranks import NodeRank
 from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.saving.agent_kills import kill_around_agents
+from tests.checkpoint.saving.kills import kill_in_saves
+from tests.checkpoint.saving.node_ranks import NodeRank
 from tests.node_agents import wait_until
 from tests.ranks import TestRank, run_ranks
 from tests.services.hdfs import HdfsCluster, libhdfs_skip_reason
@@ -154,7 +154,7 @@ def test_saves_in_whose_middle_a_data_node_dies_are_committed(hdfs: HdfsCluster)
 
 _WRITE = """
 import os, sys
-from hpc_train.checkpoint.location import locate
+from hpc_train.checkpoint.stores.location import locate
 with locate(sys.argv[1]).writing() as file:
     file.write(memoryview(bytes(14 << 20)))
 os._exit(0)  # a JVM's threads are not waited for

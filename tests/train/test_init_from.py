@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.checkpoint.convert_hf import convert
-from hpc_train.checkpoint.init_from import load_weights
-from hpc_train.checkpoint.manifest import read_manifest
-from hpc_train.checkpoint.model_tensors import ModelSpec
+from hpc_train.checkpoint.convert.convert_hf import convert
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.format.model_tensors import ModelSpec
+from hpc_train.checkpoint.loading.init_from import load_weights
 from hpc_train.config import load_config
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
-from tests.checkpoint.hf_folders import weights, write_checkpoint
+from tests.checkpoint.convert.hf_folders import weights, write_checkpoint
 from tests.ranks import run_ranks
 from tests.train.forked_runs import train_forked
 from tests.train.runs import VOCAB, hpc_train, metrics, write_config, write_corpus

@@ -1,0 +1,1 @@
+"""From and to Hugging Face folders and folders of torch.distributed.checkpoint."""

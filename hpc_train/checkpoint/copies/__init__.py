@@ -1,0 +1,1 @@
+"""Copies of the state on the nodes' own disks, for quick restarts."""

@@ -1,0 +1,106 @@
+"""Find a checkpoint from what a user names, and which model it is of. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hpc_train.checkpoint.folders.folder import sound_checkpoints, steps_newest_first
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.format.model_tensors import ModelSpec
+from hpc_train.checkpoint.stores.location import Location, Place, locate
+from hpc_train.config import Config, ModelConfig, load_config, parse_yaml
+from hpc_train.errors import CheckpointError
+from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, read_checkpoints_note
+
+MODEL_FILE = "model.yaml"
+"""Beside a converted checkpoint: its sections `model` and `data.seq_len`, for a configuration."""
+HF_FOLDER = "hf"
+"""In a converted checkpoint: config.json, tokenizer files and the index that the model came with."""
+CONFIG_VALUE = "config"
+"""In a manifest's values: the configuration of the run that saved it."""
+
+
+def is_checkpoint(path: Location) -> bool:
+    return (path / MANIFEST_FILE).is_file()
+
+
+def checkpoints_folder(place: Place) -> Location:
+    """The folder with the step_N folders: where a run folder says that they are, or the place itself."""
+    path = locate(place)
+    if path.local is None:
+        return path
+    note = read_checkpoints_note(path.local)
+    if note is not None:
+        return locate(note.folder)
+    below = path / CHECKPOINTS_FOLDER
+    return below if below.is_folder() else path
+
+
+def find_checkpoint(place: Place) -> Location:
+    """The checkpoint that is meant: the folder itself, or the newest sound one of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = locate(place)
+    if is_checkpoint(path):
+        return path
+    root = checkpoints_folder(path)
+    for found, _ in sound_checkpoints(root):
+        return found
+    names = [found.name for _, found in steps_newest_first(root)]
+    if names:
+        raise CheckpointError(f"{root} holds {', '.join(names)}, but none that is whole; the reasons are above")
+    what = "is no checkpoint, and holds none" if path.entry() is not None else "does not exist"
+    raise CheckpointError(
+        f"{path} {what}. Give a checkpoint (a folder with {MANIFEST_FILE}), or a run folder with {CHECKPOINTS_FOLDER}/."
+    )
+
+
+def read_model(place: Place, config: str | None = None) -> ModelSpec:
+    """The model of a checkpoint: from `config`, from its own files, or from the configuration of its run.
+
+    Raises:
+        ConfigError: the file found is no configuration.
+        CheckpointError: there is none of these.
+    """
+    checkpoint = locate(place)
+    if config is not None:
+        return _of_config(load_config(config))
+    if (checkpoint / MODEL_FILE).is_file():
+        text = (checkpoint / MODEL_FILE).read_text()
+        return _of_tree(parse_yaml(text, str(checkpoint / MODEL_FILE)), checkpoint / MODEL_FILE)
+    told = read_manifest(checkpoint).values.get(CONFIG_VALUE)
+    if told is not None:
+        return _of_tree(told, checkpoint / MANIFEST_FILE)
+    of_run = checkpoint.local.resolve().parent.parent / CONFIG_FILE if checkpoint.local is not None else None
+    if of_run is not None and of_run.is_file():
+        return _of_config(load_config(of_run))
+    where = f" nor {of_run}" if of_run is not None else ""
+    raise CheckpointError(
+        f"{checkpoint} does not say of which model it is: there is neither {MODEL_FILE} in it{where}. "
+        "Name its configuration with --config."
+    )
+
+
+def write_model_file(place: Place, spec: ModelSpec, origin: str) -> None:
+    note = (
+        "the size of the table of positions" if spec.model.family == "gpt" else "the longest sequence it was made for"
+    )
+    tree = {"model": spec.model.model_dump(mode="json", exclude_none=True), "data": {"seq_len": spec.max_seq_len}}
+    text = f"# Of {origin}; data.seq_len is {note}.\n{yaml.safe_dump(tree, sort_keys=False)}"
+    locate(place).write_text(text)
+
+
+def _of_config(config: Config) -> ModelSpec:
+    return ModelSpec(config.model, config.data.seq_len)
+
+
+def _of_tree(tree: Any, path: Location) -> ModelSpec:
+    try:
+        return ModelSpec(ModelConfig.model_validate(tree["model"]), int(tree["data"]["seq_len"]))
+    except (ValidationError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None

@@ -1,0 +1,161 @@
+"""Where the checkpoints of a run go: found, claimed and tried out before the first step. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.checkpoint.folders.attempt import begin_attempt
+from hpc_train.checkpoint.folders.folder import steps_newest_first
+from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.checkpoint.stores.store import StoreError
+from hpc_train.checkpoint.stores.visible import wait_for_folder
+from hpc_train.comm.world import World
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.plan.run_files import (
+    CHECKPOINTS_FOLDER,
+    CHECKPOINTS_NOTE,
+    CheckpointsNote,
+    read_checkpoints_note,
+    write_checkpoints_note,
+)
+
+CLAIM_FILE = "run.json"
+"""In a folder of checkpoints that lies outside its run folder: which run folder that is."""
+_TRIAL_BYTES = 1 << 20
+
+
+def run_location(folder: str | None, run_dir: Path) -> Location:
+    """The folder of a run's checkpoints: below `folder` (checkpoint.folder), or in the run folder.
+
+    Below `folder` each run has its own, by the last two names of its run folder, which are the run's name and id.
+    """
+    if folder is None:
+        return locate(run_dir / CHECKPOINTS_FOLDER)
+    whole = run_dir.resolve()
+    return locate(folder) / whole.parent.name / whole.name
+
+
+def open_location(
+    root: Location, run_dir: Path, num_bytes: int, world: World, attempt: str | None = None, *, resume: bool = True
+) -> None:
+    """Make `root`, the folder of a run's checkpoints, and see that all ranks can use it. Collective over all ranks.
+
+    Rank 0 makes and claims it, writes a trial file, so that a lack of permission, quota or connection stops the run
+    now and not at its first save, and asks for `num_bytes` of space where the store tells its space.
+
+    attempt: this start of the run; agents of earlier ones leave the folder alone from here on. resume: the run goes
+    on from what is there; else nothing may be.
+
+    Raises:
+        HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, cannot be
+            written, lacks space, or is not seen by all ranks; the client of its URL is not installed.
+    """
+    error = None
+    if world.rank == 0:
+        try:
+            if not resume:
+                _require_empty(root)
+            prepare(root, run_dir, num_bytes)
+            if attempt is not None:
+                begin_attempt(root, attempt)
+        except HpcTrainError as problem:
+            error = problem
+    world.agree(error)
+    try:
+        wait_for_folder(root)
+    except HpcTrainError as problem:
+        error = problem
+    world.agree(error)
+
+
+def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
+    """What rank 0 does in `open_location`."""
+    _require_same_place(root, run_dir)
+    root.make_folder()
+    if is_elsewhere(root, run_dir):
+        _claim(root, run_dir.resolve())
+    _require_space(root, num_bytes)
+    _try_writing(root)
+    if is_elsewhere(root, run_dir):
+        newest = next((step for step, _ in steps_newest_first(root)), None)
+        write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest))
+
+
+def note_saved(root: Location, run_dir: Path, step: int) -> None:
+    """Tell the run folder of a save, if the checkpoints lie elsewhere: its driver sees no store."""
+    if is_elsewhere(root, run_dir):
+        write_checkpoints_note(run_dir, CheckpointsNote(str(root), step))
+
+
+def is_elsewhere(root: Location, run_dir: Path) -> bool:
+    """Whether a run's checkpoints lie outside its folder, which is then told of each."""
+    return root != run_location(None, run_dir)
+
+
+def _require_same_place(root: Location, run_dir: Path) -> None:
+    """A run whose checkpoints lie in one folder does not start anew in another one unseen."""
+    note = read_checkpoints_note(run_dir)
+    inside = run_location(None, run_dir)
+    there = note.folder if note is not None else str(inside) if any(steps_newest_first(inside)) else None
+    if there is not None and there != str(root):
+        raise CheckpointError(
+            f"this run's checkpoints are in {there}, and with this checkpoint.folder they would be in {root}. Leave "
+            "the setting as it was, or move them there by hand"
+            + (f" and remove {run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE}" if note is not None else "")
+        )
+
+
+def _require_empty(root: Location) -> None:
+    """A run that begins anew among checkpoints of higher steps would have its own removed as the older ones."""
+    names = [path.name for _, path in steps_newest_first(root)]
+    if names:
+        raise CheckpointError(
+            f"checkpoint.resume=false begins anew, but {root} holds {', '.join(names[:5])}"
+            f"{' and more' if len(names) > 5 else ''}, of which the highest step counts as the newest. Choose a new "
+            "run folder (--run-dir), remove them, or leave checkpoint.resume=false out to go on from them"
+        )
+
+
+def _claim(root: Location, run_dir: Path) -> None:
+    """Refuse a folder that belongs to another run: the two would remove each other's checkpoints."""
+    claim = root / CLAIM_FILE
+    with suppress(FileExistsError):
+        claim.write_text(json.dumps({"run_dir": str(run_dir)}) + "\n")
+        return
+    try:
+        owner = json.loads(claim.read_text())["run_dir"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{claim} cannot be read, so it is not known which run's checkpoints these are. If they are this run's, "
+            "remove that file; else choose another checkpoint.folder"
+        ) from None
+    if owner != str(run_dir):
+        raise CheckpointError(
+            f"{root} holds the checkpoints of the run {owner}, not of {run_dir}. Choose another checkpoint.folder or "
+            "run name; to begin from those weights, set checkpoint.init_from. If that run has moved here, remove "
+            f"{claim}"
+        )
+
+
+def _require_space(root: Location, num_bytes: int) -> None:
+    free = root.store.free_bytes(root.path)
+    if free is not None and free < num_bytes:
+        raise CheckpointError(
+            f"one checkpoint needs {num_bytes / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free. Free some "
+            "space, or choose another checkpoint.folder"
+        )
+
+
+def _try_writing(root: Location) -> None:
+    trial = root / f".trial.tmp-{uuid.uuid4().hex}"
+    try:
+        with trial.writing() as file:
+            file.write(memoryview(bytes(_TRIAL_BYTES)))
+    except StoreError as problem:
+        raise CheckpointError(f"checkpoints cannot be written to {root}: {problem}") from problem
+    finally:
+        with suppress(StoreError):
+            trial.remove()

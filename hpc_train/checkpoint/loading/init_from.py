@@ -1,0 +1,41 @@
+"""Begin a run from the weights of another one or of a converted model: no optimizer state, step or data position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpc_train.checkpoint.folders.find import find_checkpoint
+from hpc_train.checkpoint.format.manifest import parse_manifest, read_manifest
+from hpc_train.checkpoint.format.model_tensors import MODEL_PREFIX, ModelSpec, require_model
+from hpc_train.checkpoint.format.state import StatePiece
+from hpc_train.checkpoint.loading.fill import fill
+from hpc_train.checkpoint.loading.needs import plan_loading
+from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.comm.world import World
+from hpc_train.errors import CheckpointError, HpcTrainError
+
+
+def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World) -> Location:
+    """Fill the pieces of the model from a checkpoint, or from a run's newest; the others are left alone. Collective.
+
+    Weights stored in another type are converted. Gives the checkpoint's path.
+
+    Raises:
+        CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
+    """
+    told, error = None, None
+    if world.rank == 0:
+        try:
+            found = find_checkpoint(source)
+            manifest = read_manifest(found)
+            require_model(found, manifest, spec)
+            told = [str(found), manifest.to_json()]
+        except HpcTrainError as problem:
+            error = CheckpointError(f"checkpoint.init_from: {problem}")
+    world.agree(error)
+    told = world.control.broadcast(told)
+    path = locate(told[0])
+    of_model = [piece for piece in pieces if piece.name.startswith(MODEL_PREFIX)]
+    damage = fill(plan_loading(path, parse_manifest(told[1], path), of_model, world, exact=False), world)
+    world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage and world.rank == 0 else None)
+    return path

@@ -1,0 +1,108 @@
+"""Read a checkpoint back: our manifest, raw bytes, nothing unpickled, and all ranks take the same one.
+
+Rank 0 alone decides what is there. All ranks plan who reads which bytes (`plan.checkpoint_load`) and fill their pieces
+together (`fill`). If any rank finds damage, all ranks together fall back to the next older checkpoint. A save that is
+whole on the nodes' own disks comes before the store's where it is as new (`local_load`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.checkpoint.copies.lineage import Lineage, read_lineage
+from hpc_train.checkpoint.copies.local_saves import LocalFolder
+from hpc_train.checkpoint.folders.folder import sound_checkpoints, steps_newest_first
+from hpc_train.checkpoint.format.manifest import Manifest, parse_manifest
+from hpc_train.checkpoint.format.state import StatePiece
+from hpc_train.checkpoint.loading.fill import fill
+from hpc_train.checkpoint.loading.local_load import StoreSteps, load_local
+from hpc_train.checkpoint.loading.needs import plan_loading
+from hpc_train.checkpoint.stores.location import Location, Place, locate
+from hpc_train.comm.world import World
+from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import warn
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the folder, its step, and the plain values saved with it.
+
+    local_token: the word of the save, where it was read from the nodes' own disks. store_step: the newest checkpoint
+    that is sound in the store, on rank 0; None where there is none.
+    """
+
+    path: Location
+    step: int
+    values: dict[str, Any]
+    store_step: int | None
+    local_token: str | None = None
+
+
+def load_newest(
+    place: Place, pieces: Sequence[StatePiece], world: World, local: LocalFolder | None = None
+) -> Loaded | None:
+    """Fill the pieces from the newest sound checkpoint below `place`; None if there is none at all. Collective.
+
+    local: this node's folder of copies, from which a save is taken that is as new and whole over all nodes.
+
+    Raises:
+        CheckpointError: on every rank: a checkpoint of another model, checkpoints without a sound one, or a store
+            that does not answer.
+    """
+    root = locate(place)
+    sound = sound_checkpoints(root)  # begins to look when rank 0 asks
+    found = _next_sound(root, sound, world)
+    is_touched = False
+    if local is not None:
+        store = _store_steps(root, None if found is None else found[1].step, world)
+        from_disks, is_touched = load_local(local, pieces, world, store)
+        if from_disks is not None:
+            values, token = from_disks.values, from_disks.token
+            return Loaded(locate(local.path), from_disks.step, values, store.sound, token)
+    while found is not None:
+        path, manifest = found
+        problem = fill(plan_loading(path, manifest, pieces, world, exact=True), world)
+        if problem is None:
+            return Loaded(path, manifest.step, manifest.values, manifest.step)
+        if world.rank == 0:
+            warn(f"checkpoint {path} skipped: {problem}")
+        found = _next_sound(root, sound, world)
+    names = [path.name for _, path in steps_newest_first(root)] if world.rank == 0 else []
+    names += [f"copies in {local.path}"] if local is not None and is_touched else []
+    unread = CheckpointError(
+        f"{root} holds {', '.join(names)}, but none can be read; the reasons are above. Restore one of them, or "
+        "start anew with checkpoint.resume=false in a new run folder."
+    )
+    world.agree(unread if names else None)
+    return None
+
+
+def _store_steps(root: Location, sound: int | None, world: World) -> StoreSteps:
+    """What copies are compared with: on rank 0 all of it. Collective over all ranks."""
+    newest, lineage, error = None, Lineage(), None
+    if world.rank == 0:
+        try:
+            newest = next((step for step, _ in steps_newest_first(root)), None)
+            lineage = read_lineage(root)
+        except HpcTrainError as problem:
+            error = problem
+    world.agree(error)
+    return StoreSteps(sound, newest, lineage)
+
+
+def _next_sound(
+    root: Location, sound: Iterator[tuple[Location, Manifest]], world: World
+) -> tuple[Location, Manifest] | None:
+    """The next older checkpoint that rank 0 takes for sound, on every rank; one rank asks the store. Collective."""
+    told, error = None, None
+    if world.rank == 0:
+        try:
+            found = next(sound, None)
+            told = None if found is None else [found[0].name, found[1].to_json()]
+        except HpcTrainError as problem:
+            error = problem
+    world.agree(error)
+    told = world.control.broadcast(told)
+    return None if told is None else (root / told[0], parse_manifest(told[1], root / told[0]))

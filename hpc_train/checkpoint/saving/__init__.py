@@ -1,0 +1,1 @@
+"""Save a run's state: by the node agents beside the training, or by the ranks themselves."""

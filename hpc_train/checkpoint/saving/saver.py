@@ -1,0 +1,246 @@
+"""Who saves a run's state: the node agents beside the training, or without them the ranks themselves, which wait.
+
+`checkpoint.writer` says who; with `auto` the agents, for as long as every node has one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from hpc_train.checkpoint.copies.local_saves import LocalCopies
+from hpc_train.checkpoint.folders.folder import step_folder
+from hpc_train.checkpoint.folders.run_location import is_elsewhere, note_saved
+from hpc_train.checkpoint.format.state import StatePiece
+from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget, Saved, SaveFailed
+from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.checkpoint.stores.location import Location
+from hpc_train.cluster.agent_address import AgentGone
+from hpc_train.comm.world import World
+from hpc_train.config import CheckpointConfig
+from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
+from hpc_train.log import say, warn
+
+
+@final
+class Saver:
+    """Saves of one run. Methods are collective over all ranks unless they say otherwise."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Location,
+        run_dir: Path,
+        world: World,
+        agent: tuple[str, str] | None,
+        completed: Callable[[float], str | None],
+        copies: LocalCopies | None = None,
+    ) -> None:
+        """agent: job key and node, where a driver has started one. completed: told the seconds of saves; may warn.
+
+        copies: on the nodes' own disks, where checkpoint.local asks for them.
+        """
+        self._config, self._root, self._run_dir, self._world = config, root, run_dir, world
+        self._agent, self._completed, self._copies = agent, completed, copies
+        self._agents: AgentSaves | None = None
+        self._is_open = False
+        self._warned_of: int | None = None
+        self._failed: SaveFailed | None = None
+
+    def open(self, pieces: Sequence[StatePiece]) -> None:
+        """Make ready now what the first save needs, for which the end of a warning may not wait.
+
+        Raises:
+            HpcTrainError: on every rank: checkpoint.writer=agent or checkpoint.local, and there is no agent; not the
+                memory, or no place for local copies.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        config = self._config
+        if config.writer == "agent" and self._agent is None:
+            raise ConfigError(
+                "checkpoint.writer=agent, but no driver has started a node agent here. Start by `hpc-train run` or "
+                "`submit`, or use checkpoint.writer=auto or rank."
+            )
+        if self._copies is not None and self._agent is None:
+            raise ConfigError(
+                "checkpoint.local has no effect here: node agents make the copies, and no driver has started one. "
+                "Start by `hpc-train run` or `submit`, or leave checkpoint.local out."
+            )
+        if config.writer == "rank" or self._agent is None:
+            return
+        note_dir = self._run_dir if is_elsewhere(self._root, self._run_dir) else None
+        target = AgentTarget(self._root, config.keep, config.write_bytes_per_s, config.finish_s, note_dir)
+        try:
+            self._agents = AgentSaves(self._world, self._agent, target, pieces, self._report)
+        except HpcTrainError as problem:
+            self._leave_agents(problem)
+            return
+        if self._copies is not None:
+            self._agents.open_copies(self._copies)
+
+    def save(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any], *, must_last: bool) -> bool:
+        """Save a step; false if it is not saved, as far as is known.
+
+        must_last: wait until it is committed, and never leave it out.
+
+        Raises:
+            CheckpointError: it failed, or the one before did, unless checkpoint.on_error=continue.
+        """
+        self.open(pieces)
+        try:
+            if self._agents is None:
+                return self._save_by_ranks(step, pieces, values)
+            when_busy = "wait" if must_last else self._config.when_busy
+            has_copy = self.is_copy_due(step) and not must_last
+            is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last, has_copy=has_copy)
+            if must_last:
+                self._agents.settle()
+                if self._copies is not None:
+                    self._copies.drop()
+            return is_begun
+        except SaveFailed as error:
+            self._bear(error)
+            # Where the one before failed, this one has still to be saved.
+            return error.step != step and self.save(step, pieces, values, must_last=must_last)
+        except AgentGone as problem:
+            self._leave_agents(problem)
+            return self.save(step, pieces, values, must_last=must_last)
+
+    def is_copy_due(self, step: int) -> bool:
+        """Whether the nodes' own disks get a copy of a step. Not collective, and the same on every rank."""
+        return self._copies is not None and self._agents is not None and self._copies.is_due(step)
+
+    def copy_locally(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
+        """Copy a step to the nodes' own disks alone, unless a save before is not done: training does not wait for it.
+
+        Where an agent has taken the save before along, the ranks save this step to the store in its place.
+
+        Returns:
+            Whether the copy is begun.
+
+        Raises:
+            CheckpointError: the save before failed, unless checkpoint.on_error=continue.
+        """
+        if self._agents is None:
+            return False
+        try:
+            return self._agents.save(step, pieces, values, "skip", is_for_store=False, has_copy=True)
+        except SaveFailed as error:
+            self._bear(error)
+        except AgentGone as problem:
+            lost_step = self._agents.lost_step
+            self._leave_agents(problem)
+            if lost_step is not None:
+                self.save(step, pieces, values, must_last=False)
+        return False
+
+    def look(self) -> None:
+        """On rank 0, say what has become of a save written beside the training. Not collective, never waits."""
+        failed = self._agents.look() if self._agents is not None else None
+        if failed is not None:
+            self._failed = failed if self._config.on_error == "stop" else None
+            self._warn_of(failed)
+
+    @property
+    def has_failed(self) -> bool:
+        """On rank 0: a save has failed while training went on, and checkpoint.on_error=stop.
+
+        The next `save` or `finish` raises that on every rank.
+        """
+        return self._failed is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is still on its way beside the training, as far as this rank knows. Not collective."""
+        return self._agents is not None and self._agents.is_writing
+
+    def finish(self) -> None:
+        """Wait until what was copied is committed. Raises as `save`."""
+        step = self._agents.pending_step if self._agents is not None else None
+        if self._agents is None or step is None:
+            return
+        try:
+            self._agents.settle()
+        except SaveFailed as error:
+            self._bear(error)
+        except AgentGone as problem:
+            # What was copied is lost with the agent, and the state has changed since.
+            self._bear(SaveFailed(step, str(problem)))
+
+    def close(self) -> None:
+        """Not collective; agents write on."""
+        if self._agents is not None:
+            self._agents.close()
+
+    def _save_by_ranks(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
+        begin = time.perf_counter()
+        try:
+            save_checkpoint(self._root, step, pieces, values, self._world, keep=self._config.keep)
+        except CheckpointError as error:
+            if self._config.on_error == "stop":
+                raise
+            if self._world.rank == 0:
+                warn(f"step {step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
+            return False
+        seconds = time.perf_counter() - begin
+        if self._world.rank == 0:
+            note_saved(self._root, self._run_dir, step)
+            self._report(Saved(step, seconds, seconds))
+        return True
+
+    def _report(self, saved: Saved) -> None:
+        if self._copies is not None:
+            self._copies.store_step = saved.step
+        waited = "" if saved.stall_s == saved.seconds else f", of which training waited {saved.stall_s:.2f} s"
+        say(f"saved {step_folder(saved.step)} in {saved.seconds:.2f} s{waited}")
+        too_short = self._completed(saved.seconds)
+        if too_short is not None:
+            warn(too_short)
+
+    def _bear(self, error: SaveFailed) -> None:
+        self._failed = None
+        if self._config.on_error == "stop":
+            raise error
+        self._warn_of(error)
+
+    def _raise_what_was_told(self) -> None:
+        """On every rank: the failure for which the run is about to stop, where the agents that know of it are gone."""
+        mine = None if self._failed is None else [self._failed.step, self._failed.why]
+        told = self._world.control.broadcast(mine)
+        if told is not None:
+            self._bear(SaveFailed(*told))
+
+    def _warn_of(self, error: SaveFailed) -> None:
+        if self._world.rank == 0 and self._warned_of != error.step:
+            self._warned_of = error.step
+            warn(f"{error} (checkpoint.on_error={self._config.on_error})")
+
+    def _leave_agents(self, problem: HpcTrainError) -> None:
+        """Save by the ranks from here on, unless checkpoint.writer=agent.
+
+        Raises:
+            CheckpointError: on every rank: with checkpoint.writer=agent; or a failure that stops the run was told of.
+        """
+        lost_step = self._agents.lost_step if self._agents is not None else None
+        lost = "" if lost_step is None else f"; step {lost_step}, which was being written, may be lost"
+        self.close()
+        self._agents = None
+        if self._config.writer == "agent":
+            error = CheckpointError(
+                f"checkpoint.writer=agent, but {problem}{lost}. The agents' logs, logs/agent-*.log in the run folder, "
+                "may say why; start the run again, or set checkpoint.writer=auto, with which the ranks write then."
+            )
+            error.reporter = 0
+            raise error from problem
+        if self._world.rank == 0:
+            warn(
+                f"{problem}{lost}: from here on the ranks write checkpoints by themselves, and training waits for "
+                "them (checkpoint.writer=auto)"
+            )
+            if self._copies is not None:
+                warn("there are no more copies on the nodes' own disks (checkpoint.local)")
+        self._raise_what_was_told()

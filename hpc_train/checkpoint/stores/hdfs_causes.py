@@ -1,0 +1,100 @@
+"""Why HDFS refused, from what its Java exceptions are called: the same words whichever client passed them on."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_train.checkpoint.stores.store import Cause
+
+_TELL_THE_SITE = "Wait, or tell the site."
+_NEW_TICKET = "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME)."
+_SPACE_CURE = "Remove old checkpoints (checkpoint.keep, `hpc-train ckpt prune`), or ask the site for more."
+
+_PATH = re.compile(r"/[^\s\"',;:()\[\]]*")
+"""Of a file or a host: what it is called says nothing of the cause."""
+
+# In this order: the first that is found in the words of a failure.
+_CAUSES: list[tuple[str, Cause]] = [
+    (
+        r"SafeModeException|in safe ?mode",
+        Cause("the name node is in safe mode, in which nothing can be changed", True, _TELL_THE_SITE),
+    ),
+    (
+        r"StandbyException|in state standby",
+        Cause(
+            "only a standby name node answered",
+            True,
+            "Use the name of the service (hdfs://NAME/ and HADOOP_CONF_DIR) and not that of one name node.",
+        ),
+    ),
+    (r"RetriableException|startup mode", Cause("the name node is starting", True, _TELL_THE_SITE)),
+    (
+        r"LeaseExpiredException|No lease on",
+        Cause(
+            "the file was removed, or taken over, while it was written",
+            False,
+            "Is another run writing to this folder? Give each its own checkpoint.folder.",
+        ),
+    ),
+    (
+        r"AlreadyBeingCreatedException|RecoveryInProgressException|\b[Ll]ease ?(recovery|holder)",
+        Cause("another writer still holds the file's lease", True, "It ends by itself within a minute, or an hour."),
+    ),
+    # Before refused permissions: Hadoop says some of it as an AccessControlException.
+    (
+        r"[Tt]icket expired|CREDENTIALS_EXPIRED",
+        # A site's daemon, or a keytab and cron, may renew it in this moment.
+        Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
+    ),
+    (
+        r"NO_CRED|[Nn]o (valid |Kerberos )?credentials|Kerberos tgt|SIMPLE authentication|cannot authenticate via",
+        Cause("there is no Kerberos ticket", False, _NEW_TICKET),
+    ),
+    (
+        r"AccessControlException|Permission denied",
+        Cause(
+            "no permission",
+            False,
+            "Choose a folder that this user may write, or have its owner or mode changed (`hdfs dfs -ls`).",
+        ),
+    ),
+    (r"NSQuotaExceededException|quota .*of files", Cause("the quota of names is used up", False, _SPACE_CURE)),
+    (r"QuotaExceeded|QuotaByStorageType", Cause("the space quota is used up", False, _SPACE_CURE)),
+    (
+        r"could only be (replicated|written) to|minReplication",
+        Cause("no data node took the block: they are full, dead or excluded", False, _SPACE_CURE),
+    ),
+    (
+        r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos",
+        Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET),
+    ),
+    (
+        r"UnknownHost|lookup address|resolve host|Name or service not known|nodename nor servname",
+        Cause(
+            "the name node's host is not known here",
+            False,
+            "Correct the URL, or set HADOOP_CONF_DIR, which says what the name of a service stands for.",
+        ),
+    ),
+    (
+        r"[Cc]onnection (refused|reset|closed|aborted)|[Bb]roken pipe|timed? ?out|unreachable|early eof|unexpected end"
+        r"|ConnectionRefused|NoRouteToHost|SocketTimeout|EOFException",
+        Cause(
+            "a name node or data node does not answer",
+            True,
+            "Is the address right, and may this node reach it? To a data node that has died, writers are sent for 10.5 "
+            "minutes, or for 30 s with dfs.namenode.avoid.write.stale.datanode; libhdfs:// goes round it.",
+        ),
+    ),
+    (
+        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|[Cc]hecksum|DataTransfer|Not enough active nodes",
+        Cause("no data node holds sound bytes of a block, or could take it", True, _TELL_THE_SITE, is_of_file=True),
+    ),
+]
+_OTHER = Cause("HDFS refused", False, "Look at its words:")
+
+
+def hdfs_cause(words: str) -> Cause:
+    """The cause behind a failure, told as class and message."""
+    words = _PATH.sub("/", words)
+    return next((cause for pattern, cause in _CAUSES if re.search(pattern, words)), _OTHER)

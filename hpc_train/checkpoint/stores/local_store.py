@@ -1,0 +1,150 @@
+"""Checkpoints on a local or parallel file system."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
+
+_CAUSES = {
+    errno.ENOSPC: Cause("no space is left", False, "Remove old files, or choose another folder."),
+    errno.EDQUOT: Cause("the quota is used up", False, "Remove old files, or choose another folder."),
+    errno.EACCES: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
+    errno.EPERM: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
+    errno.EROFS: Cause("the file system is mounted read-only", False, "Choose another one, or tell the site."),
+    errno.ENOTDIR: Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder."),
+    errno.ESTALE: Cause("the file handle is stale", True, "Tell the site if its file servers do this often."),
+    errno.ETIMEDOUT: Cause("the file server does not answer", True, "Tell the site."),
+}
+_WRITE_OUT_BYTES = 16 << 20
+"""Written before the disk is set to work on it (assumed: a disk's queue is full with it, and calls cost nothing)."""
+_SYNC_FILE_RANGE_WRITE = 2
+"""cited: sync_file_range(2). Start writing out what is dirty, without waiting for it."""
+
+_OTHER = Cause("the file system refused", False, "Look at the system's words:")
+
+
+class LocalBackend(Backend):
+    """Python's own file functions, by paths as they are given."""
+
+    def entry(self, path: str) -> Entry | None:
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _entry(os.path.basename(path), found)
+
+    def entries(self, path: str) -> list[Entry]:
+        listed = []
+        with os.scandir(path) as folder:
+            for item in folder:
+                try:
+                    listed.append(_entry(item.name, item.stat()))
+                except FileNotFoundError:
+                    continue  # removed in this moment, or a link to nothing
+        return listed
+
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def replace(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+    def remove(self, path: str) -> None:
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            pass
+
+    def open_read(self, path: str) -> BackendReader:
+        return _LocalReader(path)
+
+    def create(self, path: str) -> BackendWriter:
+        return _LocalWriter(path)
+
+    def flush_folder(self, path: str) -> None:
+        flush_folder(Path(path))
+
+    def free_bytes(self, path: str) -> int | None:
+        place = Path(path).absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def cause(self, problem: Exception) -> Cause:
+        return _CAUSES.get(getattr(problem, "errno", None) or 0, _OTHER)
+
+
+class _LocalReader(BackendReader):
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_into(self, start: int, buffer: Buffer) -> int:
+        filled = 0
+        while filled < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[filled:]], start + filled)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _LocalWriter(BackendWriter):
+    """The disk works on a file while more of it comes: else all of it would wait in memory for the end."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "xb")  # noqa: SIM115 - open until close or abandon
+        self._num_bytes = self._begun = 0
+
+    def write(self, data: Buffer) -> None:
+        self._file.write(data)
+        self._num_bytes += len(data)
+        if (count := self._num_bytes - self._begun) >= _WRITE_OUT_BYTES:
+            _begin_to_write_out(self._file.fileno(), self._begun, count)
+            self._begun = self._num_bytes
+
+    def close(self) -> None:
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _begin_to_write_out(descriptor: int, start: int, num_bytes: int) -> None:
+    """Have the kernel begin to write a range of a file to its disk; where it cannot, the file's end takes longer."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def flush_folder(path: Path) -> None:
+    """Make names in a folder durable; file systems that cannot are left alone."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _entry(name: str, found: os.stat_result) -> Entry:
+    is_folder = (found.st_mode & 0o170000) == 0o040000
+    return Entry(name, is_folder, 0 if is_folder else found.st_size, found.st_mtime)

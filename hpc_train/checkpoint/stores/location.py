@@ -1,0 +1,177 @@
+"""A place in a store, from a path or a URL: `file:///scratch/x`, `hdfs://nn1:8020/user/me`, `runs/llama/123`.
+
+Needs no torch; a client is imported when the first such URL is used.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.stores.store import Backend, Entry, Patience, Reader, Store, Writer
+from hpc_train.errors import ConfigError
+
+_BLOCK_BYTES = 8 << 20
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/[^/]*)?(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or folder of a store, there or not."""
+
+    store: Store
+    path: str
+
+    def __str__(self) -> str:
+        return self.store.url(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Location) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.store, posixpath.join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self.path)
+
+    @property
+    def parent(self) -> Location:
+        return Location(self.store, posixpath.dirname(self.path) or ".")
+
+    @property
+    def local(self) -> Path | None:
+        """Its path where it lies on a local file system."""
+        return None if self.store.prefix else Path(self.path)
+
+    def entry(self) -> Entry | None:
+        return self.store.entry(self.path)
+
+    def is_folder(self) -> bool:
+        return (found := self.entry()) is not None and found.is_folder
+
+    def is_file(self) -> bool:
+        return (found := self.entry()) is not None and not found.is_folder
+
+    def entries(self) -> list[Entry]:
+        return self.store.entries(self.path)
+
+    def make_folder(self) -> None:
+        self.store.make_folder(self.path)
+
+    def rename(self, target: Location) -> None:
+        self.store.rename(self.path, target.path)
+
+    def replace(self, target: Location) -> None:
+        self.store.replace(self.path, target.path)
+
+    def remove(self) -> None:
+        self.store.remove(self.path)
+
+    def flush(self) -> None:
+        """Make the names in this folder durable."""
+        self.store.flush_folder(self.path)
+
+    def reading(self) -> AbstractContextManager[Reader]:
+        return self.store.reading(self.path)
+
+    def writing(self) -> AbstractContextManager[Writer]:
+        return self.store.writing(self.path)
+
+    def read_text(self) -> str:
+        return self.store.read_text(self.path)
+
+    def write_text(self, text: str) -> None:
+        self.store.write_text(self.path, text)
+
+
+Place = Location | Path | str
+"""What functions take that are called with a path of a user as well."""
+
+
+def locate(place: Place, patience: Patience | None = None) -> Location:
+    """The location that a path or URL names; nothing is looked at yet.
+
+    Raises:
+        ConfigError: a scheme that no store here has, or a URL without a path.
+    """
+    if isinstance(place, Location):
+        return place
+    text = str(place)
+    match = _URL.fullmatch(text) if isinstance(place, str) else None
+    if match is None:
+        return Location(_store("file", "", patience), str(Path(text)))
+    scheme, authority, path = match[1].lower(), (match[2] or "/")[1:], match[3]
+    if scheme not in _CONNECTORS:
+        raise ConfigError(
+            f"{text}: there is no store for {scheme}:// URLs. Known are "
+            f"{', '.join(f'{name}://' for name in _CONNECTORS)} and plain paths."
+        )
+    if match[2] is None:
+        path = f"/{path}"  # file:/scratch, hdfs:/user: the one slash begins the path
+    if scheme == "file" and authority not in ("", "localhost"):
+        raise ConfigError(f"{text} names the host {authority}; a path on this host is file:///{authority}{path}")
+    if not path.startswith("/") or not path.strip("/"):
+        raise ConfigError(f"{text} has no path; write {scheme}://{authority}/some/folder")
+    return Location(_store(scheme, authority, patience), path.rstrip("/"))
+
+
+def copy_file(source: Location, target: Location) -> None:
+    """Copy a file to a new one, of any store, a block in memory at a time; it is durable then."""
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with source.reading() as reader, target.writing() as writer:
+        start = 0
+        while count := reader.read_into(start, block):
+            writer.write(block[:count])
+            start += count
+
+
+def _store(scheme: str, authority: str, patience: Patience | None) -> Store:
+    prefix = "" if scheme == "file" else f"{scheme}://{authority}"
+    connect = _CONNECTORS[scheme]
+    return Store(prefix, lambda: connect(authority), patience)
+
+
+def _local(authority: str) -> Backend:
+    from hpc_train.checkpoint.stores.local_store import LocalBackend
+
+    return LocalBackend()
+
+
+def _hdfs_native(authority: str) -> Backend:
+    from hpc_train.checkpoint.stores.hdfs_native_store import HdfsNativeBackend
+
+    return HdfsNativeBackend(authority)
+
+
+def _libhdfs(authority: str) -> Backend:
+    from hpc_train.checkpoint.stores.libhdfs_store import LibHdfsBackend
+    from hpc_train.cluster.environment import process_env
+
+    return LibHdfsBackend(authority, process_env())
+
+
+def _webhdfs(scheme: str) -> Callable[[str], Backend]:
+    def connect(authority: str) -> Backend:
+        from hpc_train.checkpoint.stores.webhdfs_store import WebHdfsBackend
+        from hpc_train.cluster.environment import process_env
+
+        return WebHdfsBackend(scheme, authority, process_env())
+
+    return connect
+
+
+_CONNECTORS: dict[str, Callable[[str], Backend]] = {
+    "file": _local,
+    "hdfs": _hdfs_native,
+    "libhdfs": _libhdfs,
+    "webhdfs": _webhdfs("webhdfs"),
+    "swebhdfs": _webhdfs("swebhdfs"),
+}

@@ -1,0 +1,118 @@
+"""Old checkpoints go; the last good one, damaged ones and those of a newer version never do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.checkpoint.folders.folder import prune
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, NewerFormatError, read_manifest
+from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.stores.location import locate
+from hpc_train.cli import main
+from hpc_train.errors import CheckpointError
+from tests.checkpoint import plain_state
+from tests.checkpoint.plain_state import Alone
+from tests.worlds import single_world
+
+ELEMENTS = 8192
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "run" / "checkpoints"
+    for step in range(1, 7):
+        plain_state.save(Alone(), root, step, ELEMENTS)
+    return tmp_path / "run"
+
+
+def _steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+
+
+def _flip(run: Path, step: int) -> None:
+    path = run / "checkpoints" / f"step_{step:07d}" / "__0_0.distcp"
+    box = read_manifest(path.parent).tensors["model.first"].boxes[0]
+    data = bytearray(path.read_bytes())
+    data[box.start + 5] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_stay(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "prune", str(run), "--keep", "2", "--dry-run"]) == 0
+    assert "to go    step_0000004" in capsys.readouterr().out
+    assert _steps(run) == [1, 2, 3, 4, 5, 6]
+    assert main(["ckpt", "prune", str(run), "--keep", "2", "--every", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [Path(path).name[-1] for path in told["kept"]] == ["6", "5", "3"]
+    assert _steps(run) == [3, 5, 6]
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_last_good_one_stays_though_newer_ones_look_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FC-62: bits that rotted do not show in sizes."""
+    for step in (6, 5, 4):
+        _flip(run, step)
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "kept     step_0000003" in told and "left     step_0000006, which cannot be used" in told
+    assert _steps(run) == [3, 4, 5, 6]
+    assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 3
+
+
+def test_without_a_good_one_nothing_goes(run: Path) -> None:
+    for step in range(1, 7):
+        _flip(run, step)
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    assert _steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("words", [["--keep", "0"], ["--keep", "x"], [], ["--keep", "1", "--every", "0"]])
+def test_a_number_to_keep_is_needed(run: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["ckpt", "prune", str(run), *words])
+    assert end.value.code == 2 and len(_steps(run)) == 6
+
+
+def test_removing_ends_early_where_that_is_asked_for(run: Path) -> None:
+    """One has gone, so that a run which is always asked for this keeps no more and more of them."""
+    asked: list[list[int]] = []
+    prune(locate(run / "checkpoints"), keep=2, is_enough=lambda: not asked.append(_steps(run)))
+    assert asked == [[1, 2, 3, 5, 6]] and _steps(run) == [1, 2, 3, 5, 6]
+    prune(locate(run / "checkpoints"), keep=2)
+    assert _steps(run) == [5, 6]
+
+
+def _make_newer(run: Path, step: int) -> None:
+    path = run / "checkpoints" / f"step_{step:07d}" / MANIFEST_FILE
+    tree = json.loads(path.read_text())
+    del tree["checksum"]
+    path.write_text(json.dumps({**tree, "format_version": 3}))
+
+
+def test_a_newer_version_is_refused_and_never_removed_nor_skipped(run: Path) -> None:
+    _make_newer(run, 6)
+    _make_newer(run, 2)
+    root = run / "checkpoints"
+    with pytest.raises(NewerFormatError, match="format version 3, this hpc_train reads 2; use a newer hpc_train"):
+        load_newest(root, plain_state.state(Alone(), None, ELEMENTS), single_world())
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    assert _steps(run) == [2, 5, 6]
+    prune(locate(root), keep=1)
+    assert _steps(run) == [2, 5, 6]
+
+
+def test_a_manifest_without_a_checksum_of_its_own_is_read_and_a_wrong_one_is_not(run: Path) -> None:
+    """The first manifests had none."""
+    path = run / "checkpoints" / "step_0000006" / MANIFEST_FILE
+    text = path.read_text()
+    tree = json.loads(text)
+    del tree["checksum"]
+    path.write_text(json.dumps(tree))
+    assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 6
+    path.write_text(text.replace('"num_updates":6', '"num_updates":7'))
+    with pytest.raises(CheckpointError, match="is damaged: its checksum does not match"):
+        read_manifest(path.parent)
+    assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 5

@@ -1,0 +1,134 @@
+"""What every store of checkpoints must do, whatever file system is behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from hpc_train.checkpoint.folders.folder import commit, create_temporary, read_latest, steps_newest_first
+from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.checkpoint.stores.store import StoreError
+
+
+class StoreContract:
+    """A class of tests inherits it and has a fixture `folder`: an empty folder of the store."""
+
+    names = (".hidden", "with blank", "grün", "__0_0.distcp", "a+b%20c")
+
+    def test_bytes_come_back_by_range(self, folder: Location) -> None:
+        data = os.urandom(9_000_001)  # more than a block of the HDFS of the tests, and than a piece of its client
+        with (folder / "file").writing() as file:
+            file.write(memoryview(data[:5]))
+            file.write(memoryview(data[5:]))
+        with (folder / "file").reading() as reader:
+            for start, count in ((0, 10), (4_194_300, 5_000), (len(data) - 3, 3), (0, len(data))):
+                buffer = bytearray(count)
+                assert reader.read_into(start, memoryview(buffer)) == count
+                assert bytes(buffer) == data[start : start + count]
+            buffer = bytearray(10)
+            assert reader.read_into(len(data) - 4, memoryview(buffer)) == 4
+            assert reader.read_into(len(data) + 4, memoryview(buffer)) == 0
+            assert bytes(buffer[:4]) == data[-4:]
+
+    def test_entries_tell_names_sizes_and_times(self, folder: Location) -> None:
+        (folder / "b.txt").write_text("four")
+        (folder / "a").make_folder()
+        (folder / "a" / "deep" / "er").make_folder()
+        first, second = folder.entries()
+        assert (first.name, first.is_folder, first.num_bytes) == ("a", True, 0)
+        assert (second.name, second.is_folder, second.num_bytes) == ("b.txt", False, 4)
+        assert second.changed_at > 1.7e9
+        assert (folder / "a" / "deep").is_folder() and not (folder / "a").is_file()
+        assert (folder / "b.txt").is_file() and (folder / "b.txt").read_text() == "four"
+        (folder / "a").make_folder()
+
+    def test_what_is_missing_is_said_as_such(self, folder: Location) -> None:
+        missing = folder / "missing"
+        assert missing.entry() is None and (missing / "below").entry() is None
+        assert not missing.is_file() and not missing.is_folder()
+        for ask in (missing.read_text, missing.entries):
+            with pytest.raises(FileNotFoundError):
+                ask()
+        missing.remove()
+
+    def test_a_file_is_made_once(self, folder: Location) -> None:
+        (folder / "file").write_text("first")
+        with pytest.raises(FileExistsError):
+            (folder / "file").write_text("second")
+        assert (folder / "file").read_text() == "first"
+
+    def test_a_rename_never_replaces_and_never_goes_inside(self, folder: Location) -> None:
+        """HDFS moves a folder into an existing one, and a local rename replaces an empty one."""
+        for name in ("new", "old", "empty"):
+            (folder / name).make_folder()
+        (folder / "new" / "file").write_text("new")
+        (folder / "old" / "file").write_text("old")
+        for target in ("old", "empty"):
+            with pytest.raises(StoreError, match="exists already"):
+                (folder / "new").rename(folder / target)
+        assert [entry.name for entry in folder.entries()] == ["empty", "new", "old"]
+        assert (folder / "empty").entries() == []
+        assert (folder / "old" / "file").read_text() == "old"
+        (folder / "new").rename(folder / "other")
+        assert (folder / "other" / "file").read_text() == "new" and (folder / "new").entry() is None
+
+    def test_a_file_takes_the_place_of_another(self, folder: Location) -> None:
+        for text in ("one", "two"):
+            (folder / "next").write_text(text)
+            (folder / "next").replace(folder / "latest")
+            assert (folder / "latest").read_text() == text
+        assert [entry.name for entry in folder.entries()] == ["latest"]
+
+    def test_remove_takes_all_that_is_below(self, folder: Location) -> None:
+        (folder / "a" / "b").make_folder()
+        (folder / "a" / "b" / "file").write_text("x")
+        (folder / "a").remove()
+        assert folder.entries() == []
+
+    def test_a_file_given_up_is_not_mistaken_for_a_whole_one(self, folder: Location) -> None:
+        with pytest.raises(ZeroDivisionError):
+            with (folder / "file").writing() as file:
+                file.write(memoryview(bytes(10_000_000)))
+                raise ZeroDivisionError
+        found = (folder / "file").entry()
+        assert found is None or found.num_bytes <= 10_000_000
+        (folder / "file").remove()
+        (folder / "file").write_text("again")
+        assert (folder / "file").read_text() == "again"
+
+    def test_a_commit_replaces_only_the_damaged_one_of_its_step(self, folder: Location) -> None:
+        root = folder / "checkpoints"
+        for text in ("first", "second"):
+            temporary = create_temporary(root, 7)
+            (temporary / "file").write_text(text)
+            assert commit(temporary, root, 7) == root / "step_0000007"
+            assert (root / "step_0000007" / "file").read_text() == text
+            assert [step for step, _ in steps_newest_first(root)] == [7]
+            assert read_latest(root) == "step_0000007"
+        assert [entry.name for entry in root.entries()] == ["latest", "step_0000007"]
+
+    def test_names_of_every_kind(self, folder: Location) -> None:
+        for name in self.names:
+            (folder / name).write_text(name)
+            assert (folder / name).read_text() == name
+            assert locate(str(folder / name)).read_text() == name
+        assert len(folder.entries()) == len(self.names)
+
+    def test_a_child_process_opens_a_connection_of_its_own(self, folder: Location) -> None:
+        """FC-72: what was open before a fork is not used after it."""
+        (folder / "file").write_text("seen by both")
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                text = (folder / "file").read_text()
+                (folder / "by child").write_text(text)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert (folder / "by child").read_text() == "seen by both"
+        (folder / "by parent").write_text("x")
