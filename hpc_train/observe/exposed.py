@@ -61,9 +61,23 @@ def key_of(name: Name, rank: int, peer: int, ordinal: int) -> Key | None:
     return None
 
 
+@dataclass(frozen=True)
+class Sides:
+    """Of each transfer how many of the chosen ranks have begun it, and when the last one did."""
+
+    num_begun: dict[Key, int]
+    last_begin: dict[Key, int]
+
+    def late_ns(self, name: Name, key: Key, wait: int, end: int) -> tuple[bool, int]:
+        """Whether all its sides are known; and how long of the wait some rank had not begun its own, 0 if not known."""
+        if self.num_begun[key] != (name.group_size if name.kind is Kind.COLLECTIVE else 2):
+            return False, 0
+        return True, min(max(0, end - wait), max(0, self.last_begin[key] - wait))
+
+
 def measure_exposure(traces: Sequence[RankTrace]) -> Exposures:
     """By kind, in the order of their exposed time, the longest first."""
-    begun, last_begin = _begins(traces)
+    sides = find_sides(traces)
     found: dict[str, Exposure] = {}
     num_steps, step_ns = 0, 0
     for trace, _, rows in rows_of(traces):
@@ -82,27 +96,24 @@ def measure_exposure(traces: Sequence[RankTrace]) -> Exposures:
             kind.num_from_before += begin < within[0]
             kind.num_bytes += num_bytes
             kind.in_flight_ns += max(0, end - begin)
-            waited = max(0, end - wait)
-            is_matched = begun[key] == (name.group_size if name.kind is Kind.COLLECTIVE else 2)
-            late = min(waited, max(0, last_begin[key] - wait)) if is_matched else 0
+            is_matched, late = sides.late_ns(name, key, wait, end)
             kind.num_matched += is_matched
             kind.late_ns += late
-            kind.exposed_ns += waited - late
+            kind.exposed_ns += max(0, end - wait) - late
     kinds = sorted(found.values(), key=lambda kind: (-kind.exposed_ns, kind.label))
     return Exposures(tuple(kinds), num_steps, step_ns)
 
 
-def _begins(traces: Sequence[RankTrace]) -> tuple[dict[Key, int], dict[Key, int]]:
-    """Of each transfer how many ranks have begun it, and when the last one did."""
-    begun: dict[Key, int] = defaultdict(int)
-    last_begin: dict[Key, int] = {}
+def find_sides(traces: Sequence[RankTrace]) -> Sides:
+    """Of the chosen steps' transfers, also of those that other ranks await a step before or behind."""
+    sides = Sides(defaultdict(int), {})
     for trace, _, rows in rows_of(traces, beside=True):
         for name_id, begin, _, _, _, _, peer, ordinal, _ in rows.tolist():
             key = key_of(trace.names[name_id], trace.rank, peer, ordinal)
             if key is not None:
-                begun[key] += 1
-                last_begin[key] = max(begin, last_begin.get(key, begin))
-    return begun, last_begin
+                sides.num_begun[key] += 1
+                sides.last_begin[key] = max(begin, sides.last_begin.get(key, begin))
+    return sides
 
 
 def exposure_table(exposures: Exposures) -> str:

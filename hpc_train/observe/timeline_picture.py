@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import ConfigError, DataError
+from hpc_train.observe.exposed import find_sides, key_of
 from hpc_train.observe.rank_trace import RankTrace
-from hpc_train.observe.trace_files import awaited_elsewhere, chosen_span, rows_of
-from hpc_train.record import COMMUNICATION, Kind
+from hpc_train.observe.trace_files import awaited_elsewhere, chosen_span, rows_of, step_span
+from hpc_train.record import Kind
 
 MAX_RANKS = 64
 """More rows than these are too thin to read (assumed)."""
@@ -20,14 +23,27 @@ _COLOURS = {
     "data": "#fdae6b", "save": "#e6550d",
 }  # fmt: skip
 _FURTHER = ("#a1d99b", "#31a354", "#bcbddc", "#969696", "#d9b38c", "#8c6d31")
-_UNDER_WAY, _WAITED = "#c7c7c7", "#d62728"
+_UNDER_WAY, LATE, EXPOSED, _IDLE = "#c7c7c7", "#fee391", "#d62728", "#ffffff"
+_OF_WAITS = {"under way": _UNDER_WAY, "waited: peers late": LATE, "waited: exposed": EXPOSED}
 
-Bars = dict[tuple[float, str], list[tuple[float, float]]]
-"""By height and colour of a bar: its begins and widths in ms."""
+# In inches; a picture of the most ranks is made less tall than these would have it.
+_WIDTH, _WORK, _LANE, _GAP, _MOST_TALL = 12.0, 0.26, 0.13, 0.16, 40.0
+
+Spans = dict[str, list[tuple[float, float]]]
+"""By colour: begins and widths in ms."""
+
+
+@dataclass
+class RankBars:
+    """What one rank's rows show. lanes: by the label of its communication."""
+
+    work: Spans = field(default_factory=dict)
+    lanes: dict[str, Spans] = field(default_factory=dict)
 
 
 def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
-    """Two rows a rank: its work above, communication below, with a red part where the rank waited for it.
+    """Of each rank its work, blank where it waits; below, a lane for each kind of communication: when it was under way,
+    and the parts that the rank waited for, by what it waited for.
 
     The picture has the chosen steps, from the first one's begin to the last one's end; what is under way across these
     goes to the edge.
@@ -37,13 +53,7 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
         ConfigError: matplotlib is not installed, or has no such kind of file.
         OSError: it cannot be written.
     """
-    if len(traces) > MAX_RANKS:
-        raise DataError(f"{len(traces)} ranks do not fit on a picture; choose {MAX_RANKS} at most by --ranks")
-    num_segments = sum(len(rows) for _, _, rows in rows_of(traces))
-    if num_segments > _MAX_SEGMENTS:
-        raise DataError(
-            f"{num_segments} segments do not fit on a picture of {_MAX_SEGMENTS}; choose fewer steps by --steps"
-        )
+    _check_amount(traces)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -52,24 +62,53 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
         raise ConfigError(
             "a picture needs matplotlib, which is not installed: pip install 'hpc_train[report]'"
         ) from error
-    bars, labels = _bars(traces)
-    figure = Figure(figsize=(12, 1.4 + 0.5 * len(traces)), layout="constrained")
-    kinds = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(f"{path} does not end like a picture: give a name that ends in .png (or {', '.join(kinds)}).")
-    axes = figure.add_subplot()
-    for (y, colour), spans in bars.items():
-        axes.broken_barh(spans, (y, 0.4), facecolors=colour, edgecolors="white", linewidth=0.2)
-    axes.set_yticks(range(len(traces)), [f"rank {trace.rank}  {trace.node}" for trace in traces])
-    axes.set_ylim(len(traces) - 0.4, -0.6)
     begin, end = _span(traces)
+    bars, labels, kinds = timeline_bars(traces, begin)
+    pitch = _WORK + _LANE * len(kinds) + _GAP
+    figure = Figure(figsize=(_WIDTH, min(_MOST_TALL, 0.9 + pitch * len(traces))), layout="constrained")
+    files = FigureCanvasAgg(figure).get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in files:
+        raise ConfigError(f"{path} does not end like a picture: give a name that ends in .png (or {', '.join(files)}).")
+    axes = figure.add_subplot()
+    ticks = []
+    for index, (trace, of_rank) in enumerate(zip(traces, bars, strict=True)):
+        top = index * pitch
+        ticks.append((top + _WORK / 2, f"rank {trace.rank}  {trace.node}", 10))
+        _draw(axes, of_rank.work, top, _WORK)
+        for lane, kind in enumerate(kinds):
+            y = top + _WORK + lane * _LANE
+            ticks.append((y + _LANE / 2, kind, 6))
+            _draw(axes, of_rank.lanes.get(kind, {}), y, _LANE)
+    axes.set_yticks([y for y, _, _ in ticks], [text for _, text, _ in ticks])
+    for tick, (_, _, size) in zip(axes.get_yticklabels(), ticks, strict=True):
+        tick.set_fontsize(size)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(pitch * len(traces) - _GAP / 2, -_GAP / 2)
     axes.set_xlim(0, max(1e-6, (end - begin) / 1e6))
-    axes.set_xlabel("ms")
+    axes.set_xlabel(f"ms from the beginning of step {min(step for trace in traces for step in trace.rows)}")
     axes.spines[["top", "right"]].set_visible(False)
-    named = {**labels, "communication under way": _UNDER_WAY, "waited for it": _WAITED}
-    handles = [Patch(color=colour, label=label) for label, colour in named.items()]
+    for at in _later_begins(traces, begin):
+        axes.axvline(at, color="black", lw=0.6, ls=":")
+    handles = [Patch(color=colour, label=label) for label, colour in {**labels, **_OF_WAITS}.items()]
     axes.legend(handles=handles, frameon=False, ncols=min(8, len(handles)), loc="lower left", bbox_to_anchor=(0, 1))
     figure.savefig(path, dpi=120)
+
+
+def _check_amount(traces: Sequence[RankTrace]) -> None:
+    if len(traces) > MAX_RANKS:
+        raise DataError(f"{len(traces)} ranks do not fit on a picture; choose {MAX_RANKS} at most by --ranks")
+    num_segments = sum(len(rows) for _, _, rows in rows_of(traces))
+    if num_segments > _MAX_SEGMENTS:
+        raise DataError(
+            f"{num_segments} segments do not fit on a picture of {_MAX_SEGMENTS}; choose fewer steps by --steps"
+        )
+
+
+def _draw(axes: Any, spans: Spans, y: float, height: float) -> None:
+    """Later colours lie above earlier ones."""
+    for colour, pieces in spans.items():
+        edge = {"edgecolors": "none"} if colour == _IDLE else {"edgecolors": "white", "linewidth": 0.2}
+        axes.broken_barh(pieces, (y, height), facecolors=colour, **edge)
 
 
 def _span(traces: Sequence[RankTrace]) -> tuple[int, int]:
@@ -80,27 +119,52 @@ def _span(traces: Sequence[RankTrace]) -> tuple[int, int]:
     return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
-def _bars(traces: Sequence[RankTrace]) -> tuple[Bars, dict[str, str]]:
-    """The bars, and the colour of each label of work that occurs."""
-    start, _ = _span(traces)
-    bars: Bars = {}
+def _later_begins(traces: Sequence[RankTrace], start: int) -> list[float]:
+    """When each chosen step but the first begins on the first rank that takes it, in ms."""
+    begins: dict[int, int] = {}
+    for trace, step, rows in rows_of(traces):
+        if (span := step_span(trace, rows)) is not None:
+            begins[step] = min(span[0], begins.get(step, span[0]))
+    return [(begins[step] - start) / 1e6 for step in sorted(begins)[1:]]
+
+
+def timeline_bars(traces: Sequence[RankTrace], start: int) -> tuple[list[RankBars], dict[str, str], list[str]]:
+    """The bars of each rank; the colour of each label of work that occurs; the labels of communication, in order.
+
+    start: the moment that is 0 ms.
+    """
+    sides = find_sides(traces)
     labels: dict[str, str] = {}
+    bars = []
 
-    def add(y: float, colour: str, begin: int, end: int) -> None:
-        bars.setdefault((y, colour), []).append(((begin - start) / 1e6, max(0, end - begin) / 1e6))
+    def add(spans: Spans, colour: str, begin: int, end: int) -> None:
+        if end > begin:
+            spans.setdefault(colour, []).append(((begin - start) / 1e6, (end - begin) / 1e6))
 
-    for index, trace in enumerate(traces):
-        for rows in trace.rows.values():
-            for name_id, begin, wait, end, *_ in rows.tolist():
-                name = trace.names[name_id]
-                if name.kind in COMMUNICATION:
-                    add(index, _UNDER_WAY, begin, end)
-                    add(index, _WAITED, wait, end)
-                elif name.kind is not Kind.STEP:
-                    colour = labels.get(name.label) or _COLOURS.get(name.label)
-                    labels[name.label] = colour or _FURTHER[len(labels) % len(_FURTHER)]
-                    add(index - 0.4, labels[name.label], begin, end)
-        for _, (_, begin, _, end, *_) in awaited_elsewhere(trace):
-            add(index, _UNDER_WAY, begin, end)
-    # The waited parts lie above what was under way.
-    return dict(sorted(bars.items(), key=lambda item: item[0][1] == _WAITED)), labels
+    for trace in traces:
+        of_rank, waits = RankBars(), []
+        rows = [row for of_step in trace.rows.values() for row in of_step.tolist()]
+        for name_id, begin, wait, end, _, _, peer, ordinal, _ in rows:
+            name = trace.names[name_id]
+            key = key_of(name, trace.rank, peer, ordinal)
+            if key is not None:
+                lane = of_rank.lanes.setdefault(name.label, _empty_lane())
+                late = sides.late_ns(name, key, wait, end)[1]
+                add(lane, _UNDER_WAY, begin, end)
+                add(lane, LATE, wait, wait + late)
+                add(lane, EXPOSED, wait + late, end)
+                waits.append((wait, end))
+            elif name.kind is not Kind.STEP:
+                colour = labels.get(name.label) or _COLOURS.get(name.label)
+                labels[name.label] = colour or _FURTHER[len(labels) % len(_FURTHER)]
+                add(of_rank.work, labels[name.label], begin, end)
+        for _, (name_id, begin, _, end, *_) in awaited_elsewhere(trace):
+            add(of_rank.lanes.setdefault(trace.names[name_id].label, _empty_lane()), _UNDER_WAY, begin, end)
+        for wait, end in waits:
+            add(of_rank.work, _IDLE, wait, end)
+        bars.append(of_rank)
+    return bars, labels, sorted({label for of_rank in bars for label in of_rank.lanes})
+
+
+def _empty_lane() -> Spans:
+    return {colour: [] for colour in _OF_WAITS.values()}

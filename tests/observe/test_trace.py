@@ -11,6 +11,7 @@ import pytest
 from hpc_train.cli import main
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_exposure
+from hpc_train.observe.timeline_picture import EXPOSED, LATE, timeline_bars
 from hpc_train.observe.trace_command import trace_command
 from hpc_train.observe.trace_files import choose_ranks, find_trace, parse_ranges, quotient, read_rank
 from hpc_train.record import Kind
@@ -54,6 +55,22 @@ def test_a_picture_shows_work_and_waiting_of_a_few_ranks(tmp_path: Path, capsys)
     assert _run(tmp_path, "--steps", "2-2", "--png", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     assert f"written: {picture}" in capsys.readouterr().out
+
+
+def test_the_waits_of_a_picture_are_those_of_the_table(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "pipeline", 4, 3)
+    write_early_gathers(tmp_path / "gathers", 4, late_ns=4 * MS)
+    for run_dir in (tmp_path / "pipeline", tmp_path / "gathers"):
+        folder = find_trace(run_dir)
+        traces = [read_rank(folder, rank, range(2, 4)) for rank in folder.ranks]
+        bars, _, labels = timeline_bars(traces, 0)
+        found = measure_exposure(traces)
+        assert labels == sorted(kind.label for kind in found.kinds)
+        for kind in found.kinds:
+            lanes = [of_rank.lanes[kind.label] for of_rank in bars if kind.label in of_rank.lanes]
+            for colour, total_ns in ((EXPOSED, kind.exposed_ns), (LATE, kind.late_ns)):
+                drawn_ms = sum(width for lane in lanes for _, width in lane[colour])
+                assert drawn_ms == pytest.approx(total_ns / MS)
 
 
 def test_more_ranks_than_a_picture_holds_are_refused(tmp_path: Path) -> None:
