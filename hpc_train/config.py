@@ -23,6 +23,9 @@ Positive = Annotated[int, Field(gt=0, strict=True)]
 LARGEST_SIZE = 2**31 - 1
 """Of a tensor's dimension. assumed: libraries below count in 32 bits here and there, and no model comes near."""
 Size = Annotated[int, Field(gt=0, le=LARGEST_SIZE, strict=True)]
+LARGEST_SEED = 2**63 - 1
+"""Derived: random numbers are made from 64 bits, one of which is a sign to some libraries."""
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -164,10 +167,12 @@ class ParallelConfig(Section):
         if self.cp != 1:
             raise ValueError(f"parallel.cp={self.cp} is not supported by this version: use cp=1")
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("parallel.sequence_parallel has no effect with tp=1; leave it out, or use tp=2 or more")
+            raise ValueError(
+                "parallel.sequence_parallel has no effect with tp=1; leave it out (it is for tp of 2 or more)"
+            )
         if self.tp_tiles > 1 and self.tp == 1:
             raise ValueError(
-                f"parallel.tp_tiles={self.tp_tiles} has no effect with tp=1; leave it out, or use tp=2 or more"
+                f"parallel.tp_tiles={self.tp_tiles} has no effect with tp=1; leave it out (it is for tp of 2 or more)"
             )
         return self
 
@@ -190,7 +195,7 @@ class ParallelConfig(Section):
         if self.virtual_stages < 4:
             raise ValueError(
                 f"parallel.early_updates=true has no effect with virtual_stages={self.virtual_stages}: every third "
-                "model_chunk behind a stage's first one is updated early. Leave it out, or use virtual_stages=4 or more"
+                "model_chunk behind a stage's first one is updated early. Leave it out (it is for 4 or more)"
             )
         if not self.overlap:
             raise ValueError("parallel.early_updates=true runs beside backwards, which overlap=false rules out")
@@ -199,7 +204,9 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _bubble_to_fill(self) -> ParallelConfig:
         if self.schedule == "zero_bubble" and self.pp == 1:
-            raise ValueError("parallel.schedule=zero_bubble has no effect with pp=1; leave it out, or use pp=2 or more")
+            raise ValueError(
+                "parallel.schedule=zero_bubble has no effect with pp=1; leave it out (it is for pp of 2 or more)"
+            )
         return self
 
 
@@ -217,7 +224,7 @@ class DataConfig(Section):
     reader: the node agent, once for all ranks of a node; each rank for itself; or auto, the agent where there is one.
     """
 
-    seq_len: Positive
+    seq_len: Size
     train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
     heldout: tuple[SourceConfig, ...] = ()
     heldout_fraction: Fraction = 0.0
@@ -236,11 +243,11 @@ class TrainConfig(Section):
     """Steps, batch, precision and what happens every so many steps."""
 
     steps: Positive
-    global_batch_size: Positive
-    micro_batch_size: Positive = 1
+    global_batch_size: Size
+    micro_batch_size: Size = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
-    seed: NonNegative = 1234
+    seed: Seed = 1234
     eval_every: NonNegative = 0
     eval_batches: Positive = 8
     log_every: Positive = 10

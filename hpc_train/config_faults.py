@@ -8,6 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+_WHY_BOUNDED = {
+    "train.seed": "the largest number that random generators take",
+    "model.num_layers": "more than any model has",
+}
+
 
 def explained(items: Sequence[Any], root: type[BaseModel]) -> list[str]:
     """A line for each of pydantic's errors on a `root`."""
@@ -34,6 +39,8 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{key}: required, but not given"
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "less_than_equal":
+        message += f", {_WHY_BOUNDED.get(key, 'what libraries below count sizes to')}"
     return f"{key}: {message} (given: {item['input']!r})" if key and item["type"] != "value_error" else message
 
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpc_train.errors import HpcTrainError
+
 
 class Peer(ABC):
     """A connected client: a process of the agent's own user."""
@@ -52,4 +54,6 @@ def error_answer(problem: BaseException) -> dict[str, Any]:
     text = str(problem) or type(problem).__name__
     if isinstance(problem, KeyError):
         text = f"the message has no {problem}"
-    return {"error": text, "kind": type(problem).__name__}
+    kinds = type(problem).__mro__
+    known = next((kind for kind in kinds if kind.__module__ == HpcTrainError.__module__), kinds[0])
+    return {"error": text, "kind": known.__name__}

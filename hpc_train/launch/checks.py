@@ -3,31 +3,74 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.allocation import Allocation, allocation_local
+from hpc_train.cluster.fabric import Fabric
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
+from hpc_train.plan.advice import checked
 from hpc_train.plan.axis_bytes import micro_batches_of
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.batch_of_run import check_hdp
+from hpc_train.plan.changes import Change, SizesError, one_of
+from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_rows, check_split
+from hpc_train.plan.placement import check_seats
+from hpc_train.plan.run import world_mesh
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.schedule_orders import check_micro_batches
 from hpc_train.plan.stages import plan_stages
 
 
-def check_before_start(config: Config, mesh: Mesh) -> None:
-    """Batch arithmetic, the model's split over the mesh, and the presence of all data files.
+def check_plan(
+    config: Config, allocation: Allocation, fabric: Fabric | None, order: str | None = None, others: Sequence[str] = ()
+) -> Mesh:
+    """The mesh of a run on an allocation, after all that a plan is refused for by its sizes.
+
+    Args:
+        order: instead of fabric.order.
+        others: Nodes that there are beside the allocation's, where a fabric is known.
 
     Raises:
-        ConfigError: the batch does not divide, the model cannot be split so, or a pipeline gets too few micro-batches.
+        ConfigError: the degrees do not fill the ranks, sizes do not go together, tp groups do not fit into the nodes,
+            or the run needs more memory than fabric.gpu_memory_bytes; with changes that are refused for none of it.
+    """
+
+    def check(config: Config, allocation: Allocation) -> Mesh:
+        mesh = world_mesh(config, allocation)
+        check_sizes(config, mesh)
+        check_seats(mesh, allocation, fabric, order or config.fabric.order)
+        return mesh
+
+    return checked(config, allocation, check, None if fabric is None else others)
+
+
+def check_ranks(config: Config, num_ranks: int) -> Mesh:
+    """The mesh of so many ranks, whose nodes are not known yet.
+
+    Raises:
+        ConfigError: as `check_plan`, but for what depends on the nodes.
+    """
+
+    def check(config: Config, allocation: Allocation) -> Mesh:
+        mesh = world_mesh(config, allocation)
+        check_sizes(config, mesh)
+        return mesh
+
+    return checked(config, allocation_local(num_ranks, "anywhere", 0), check)
+
+
+def check_data_files(config: Config) -> None:
+    """Refuse a run whose data is not there.
+
+    Raises:
         DataError: a data file is missing or unreadable; all of them are named.
     """
-    check_sizes(config, mesh)
     missing = []
     for source in (*config.data.train, *config.data.heldout):
         for ending in (".bin", ".idx"):
@@ -46,31 +89,48 @@ def check_before_start(config: Config, mesh: Mesh) -> None:
 
 
 def check_sizes(config: Config, mesh: Mesh) -> None:
-    """Batch arithmetic, the model's split over the mesh, and tiles.
+    """Batch arithmetic, the model's split over the mesh, tiles, what hdp ranks hold, and memory.
 
     Raises:
-        ConfigError: the batch or tiles do not divide, the model cannot be split so, or a pipeline gets too few
-            micro-batches.
+        ConfigError: the batch or tiles do not divide, the model cannot be split so, a pipeline gets too few
+            micro-batches, hdp ranks do not hold the longest sequence, or the run needs more memory than
+            fabric.gpu_memory_bytes.
     """
     train, parallel = config.train, config.parallel
+    check_split(config.model, mesh.tp)
+    plan_stages(config, train.recompute)
     if parallel.hdp is not None:
         check_hdp(config, mesh)
     else:
         check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
-    check_split(config.model, mesh.tp)
     check_rows(config, mesh.tp)
+    more_ranks = Change(num_ranks=2 * mesh.world_size)
     if parallel.gradient_wire != "fp32" and mesh.dp == 1:
-        raise ConfigError(
-            f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel; "
-            "leave it out, or use dp=2 or more"
+        raise SizesError(
+            f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel.",
+            [Change({"parallel.gradient_wire": "fp32"}), more_ranks],
+            "Leave it out, or use dp=2 or more",
         )
     if parallel.early_updates and mesh.dp == 1:
-        raise ConfigError(
-            "parallel.early_updates=true has no effect with dp=1, where no parameters travel; leave it out, or use "
-            "dp=2 or more"
+        raise SizesError(
+            "parallel.early_updates=true has no effect with dp=1, where no parameters travel.",
+            [Change({"parallel.early_updates": None}), more_ranks],
+            "Leave it out, or use dp=2 or more",
         )
-    plan_stages(config, train.recompute)
-    check_micro_batches(mesh.pp, micro_batches_of(config, mesh))
+    check_micro_batches(mesh.pp, micro_batches_of(config, mesh), _changes_of_micro_batches(config, mesh))
+    if config.fabric.gpu_memory_bytes is not None:
+        check_memory(config, mesh, config.fabric.gpu_memory_bytes)
+
+
+def _changes_of_micro_batches(config: Config, mesh: Mesh) -> list[Change]:
+    """With which each stage of a pipeline has a micro-batch to work on."""
+    train, count = config.train, micro_batches_of(config, mesh)
+    fewer = [pp for pp in range(1, count + 1) if mesh.pp % pp == 0][-2:]
+    changes = one_of("parallel.pp", fewer[::-1])
+    changes += one_of("train.global_batch_size", [mesh.pp * mesh.dp * train.micro_batch_size])
+    sequences = train.global_batch_size // mesh.dp
+    smaller = [size for size in range(1, train.micro_batch_size) if sequences % size == 0]
+    return changes + one_of("train.micro_batch_size", [size for size in smaller if sequences // size >= mesh.pp][-1:])
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from hpc_train.cluster.slurm import JobFacts, broken_configuration, read_job
 from hpc_train.config import Config, dump_yaml
 from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
-from hpc_train.launch.checks import check_before_start, compare_with_earlier
+from hpc_train.launch.checks import check_data_files, check_plan, check_ranks, compare_with_earlier
 from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debugging import check_debug_rank, for_debugging
 from hpc_train.launch.fabric_step import fabric_of_run
@@ -50,7 +50,7 @@ from hpc_train.launch.stop_times import stop_signal_of, stop_variables
 from hpc_train.plan.nccl_settings import NcclSetting
 from hpc_train.plan.page import page_html
 from hpc_train.plan.report import PlanReport, report_plan
-from hpc_train.plan.run import Plan, RankFacts, world_mesh
+from hpc_train.plan.run import Plan, RankFacts
 from hpc_train.plan.run_files import (
     CONFIG_FILE,
     PLAN_FILE,
@@ -252,8 +252,10 @@ def make_report(request: RunRequest, job: JobFacts | None, host: str, env: Mappi
     """Who is which rank on what is there, with the batch and the data files checked."""
     config = request.config
     allocation = find_allocation(request, job, host)
-    check_before_start(config, world_mesh(config, allocation))
+    check_ranks(config, allocation.num_tasks)
+    check_data_files(config)
     found = fabric_of_run(config.fabric, allocation, env, is_in_job=job is not None)
+    check_plan(config, allocation, found.fabric)
     report = report_plan(config, allocation, found.fabric, notes=found.notes)
     check_debug_rank(request.debug_rank, report.plan.world_size)
     return report

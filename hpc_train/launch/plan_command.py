@@ -19,16 +19,15 @@ from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import find_situation
 from hpc_train.config import Config, FabricConfig, load_config
 from hpc_train.errors import ConfigError
-from hpc_train.launch.checks import check_sizes
+from hpc_train.launch.checks import check_plan
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.plan_batch import LengthsOf, batch_command, write_page
-from hpc_train.plan.batch_of_run import check_hdp
+from hpc_train.plan.batch_of_run import need_hdp
 from hpc_train.plan.mesh import MAX_RANKS
 from hpc_train.plan.page import page_html
 from hpc_train.plan.places import natural_key
 from hpc_train.plan.report import report_plan
-from hpc_train.plan.run import world_mesh
 from hpc_train.plan.table import report_text
 
 
@@ -41,10 +40,9 @@ def plan_command(options: Namespace, lengths_of: LengthsOf) -> int:
         raise ConfigError("--groups has no effect with --batch, whose JSON has no groups; leave it out")
     order = _checked_order(options.order)
     allocation, found = _find_nodes(options, config, process_env())
-    mesh = world_mesh(config, allocation)
     if options.batch is not None:
-        check_hdp(config, mesh)
-    check_sizes(config, mesh)
+        need_hdp(config)
+    check_plan(config, allocation, found.fabric, order, _other_nodes(config, allocation, found.fabric))
     if options.batch is not None:
         return batch_command(options, config, order, allocation, found, lengths_of)
     report = report_plan(config, allocation, found.fabric, order, notes=(*found.notes, *allocation.warnings))
@@ -57,6 +55,14 @@ def plan_command(options: Namespace, lengths_of: LengthsOf) -> int:
     else:
         print(report_text(report), end="")
     return 0
+
+
+def _other_nodes(config: Config, allocation: Allocation, fabric: Fabric | None) -> list[str]:
+    """Of a fabric those that more ranks would get."""
+    if fabric is None:
+        return []
+    taken = {*allocation.nodes, *hosts_of_setting("fabric.exclude", config.fabric.exclude)}
+    return sorted((node for node in fabric.nodes if node not in taken), key=natural_key)
 
 
 def _checked_order(order: str | None) -> str | None:

@@ -21,7 +21,7 @@ from hpc_train.cluster.environment import process_env, scrubbed_for_submission, 
 from hpc_train.config import Config, dump_yaml, load_config
 from hpc_train.errors import ConfigError, HpcTrainError, LaunchError
 from hpc_train.launch.batch_script import BatchValues, batch_script, is_array
-from hpc_train.launch.checks import check_before_start
+from hpc_train.launch.checks import check_data_files, check_ranks
 from hpc_train.launch.file_errors import reason
 from hpc_train.launch.prepared_folder import place_folder, prepare_folder
 from hpc_train.launch.queue import ask, job_id_in, job_is_live
@@ -29,7 +29,6 @@ from hpc_train.launch.run_folder import RUN_DIR_VARIABLE, is_live, read_owner, t
 from hpc_train.launch.slurm_flags import check_signal, given_flags, verbatim_value, world_size_of
 from hpc_train.launch.submitted_jobs import SubmittedJob, note_job
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.run import mesh_of
 
 
 def submit_command(options: Namespace) -> int:
@@ -137,8 +136,8 @@ def batch_values(options: Namespace, env: Mapping[str, str]) -> BatchValues:
     config = load_config(options.config, options.overrides)
     defaults = {flag.removeprefix("--"): value for flag, value in site_defaults(env).items()}
     world_size, flags = world_size_of({**defaults, **given_flags(options)})
-    mesh = mesh_of(config, world_size)
-    check_before_start(config, mesh)
+    mesh = check_ranks(config, world_size)
+    check_data_files(config)
     check_signal(flags.get("signal"), config.launch.stop_signal)
     run_dir = options.run_dir or env.get(RUN_DIR_VARIABLE)
     return BatchValues(

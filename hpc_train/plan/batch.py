@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from hpc_train.errors import ConfigError
+from hpc_train.plan.changes import SizesError, one_of
 
 
 @final
@@ -128,11 +129,13 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp: int) ->
     unit = dp * micro_batch_size
     if global_batch_size % unit:
         below = global_batch_size // unit * unit
-        nearest = f"{below} or {below + unit}" if below else str(unit)
-        raise ConfigError(
+        sizes = [below, below + unit] if below else [unit]
+        by_rank = [n for n in range(1, micro_batch_size) if global_batch_size % (dp * n) == 0][-1:]
+        raise SizesError(
             f"global_batch_size={global_batch_size} is not a multiple of dp * micro_batch_size = {dp} * "
-            f"{micro_batch_size} = {unit}. Use global_batch_size={nearest}, or another micro_batch_size or "
-            "number of ranks."
+            f"{micro_batch_size} = {unit}.",
+            one_of("train.global_batch_size", sizes) + one_of("train.micro_batch_size", by_rank),
+            f"Use global_batch_size={' or '.join(map(str, sizes))}, or another micro_batch_size or number of ranks.",
         )
 
 

@@ -8,10 +8,13 @@ from typing import Literal, final
 
 import numpy as np
 
+from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_assemble import Laid, assemble
 from hpc_train.plan.batch_cost import MILLI, Integers, smallest_rings, tokens_per_rank
 from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks, base_ticks
+from hpc_train.plan.batch_static import StaticPlanner, least_static_ticks
 from hpc_train.plan.batch_table import BatchTable
+from hpc_train.plan.batch_times import model_times
 
 SPEED_CLASS_MILLI = 50
 """Ranks whose speeds differ by more lie apart, so that a ring need not wait for a slow member (assumed)."""
@@ -37,7 +40,8 @@ class BalancedPlanner(BatchPlanner):
     goes from long micro-batches to short ones, so that those in flight together are alike, and a ring has the same
     place in the lists of all its members, without which pipelines would wait for each other in a circle. num_stages: of
     such a pipeline, which needs that many micro-batches. slack_milli: how far above the least time planning stops, in
-    thousandths; more slack gives smaller rings. grows_rings: false for the smallest rings always.
+    thousandths; more slack gives smaller rings. grows_rings: false for the smallest rings always. context: the longest
+    sequence of a run, whose `StaticPlanner` is then tried too; 0: it is not.
 
     Source: Algorithm 2 of ByteScale (arXiv 2502.21231). Its gaps are closed so: delta is 0, ties (all ranks at first)
     go to the lower place, a sequence that needs D ranks goes to the D neighbours on which it ends first, and times come
@@ -48,6 +52,7 @@ class BalancedPlanner(BatchPlanner):
     num_stages: int = 1
     slack_milli: int = 40
     grows_rings: bool = True
+    context: int = 0
 
     def plan(self, problem: BatchProblem) -> BatchTable:
         work = _Work(problem, self.num_stages)
@@ -59,7 +64,24 @@ class BalancedPlanner(BatchPlanner):
             if best.end <= work.within(self.slack_milli):
                 break
         assert best is not None
-        return assemble(problem, best, is_aligned=self.strategy == "pp", fewest=self.num_stages)
+        table = assemble(problem, best, is_aligned=self.strategy == "pp", fewest=self.num_stages)
+        return self._or_static(problem, table) if self.context else table
+
+    def _or_static(self, problem: BatchProblem, table: BatchTable) -> BatchTable:
+        """The plan, or that of rings of one size where that one takes less time.
+
+        In pipelines the longest micro-batch counts as well, which each stage waits for once.
+        """
+        ours = model_times(table, problem.ranks, problem.costs)
+        try:
+            if least_static_ticks(problem, self.context) >= ours.makespan:
+                return table
+            static = StaticPlanner(self.context).plan(problem)
+        except ConfigError:  # rings of one size do not hold the step
+            return table
+        theirs = model_times(static, problem.ranks, problem.costs)
+        waits = self.num_stages > 1 and theirs.longest > ours.longest
+        return table if waits or theirs.makespan >= ours.makespan else static
 
     def _sizes_to_try(self, work: _Work) -> Iterator[Integers]:
         if not self.grows_rings or not len(work.lengths):

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpc_train.errors import ConfigError
-from hpc_train.plan.batch_cost import MILLI, TICK_S, BatchCosts, Integers, smallest_rings
+from hpc_train.plan.batch_cost import MILLI, TICK_S, BatchCosts, Integers, longest_held, smallest_rings
 from hpc_train.plan.batch_table import BatchTable
 
 BLOCK_TOKENS = 128
@@ -137,7 +137,8 @@ class BatchProblem:
             return
         worst = int(too_long[self.lengths[too_long].argmax()])
         length, count = int(self.lengths[worst]), len(self.ranks)
-        most = self._longest_that_fits()
+        classes = [(capacity, self.ranks_that_hold(capacity)) for capacity in self.capacities]
+        most = longest_held(classes, self.costs, length)
         ratio = "activations may be offloaded as far as copies hide" if self.costs.offload else "offload ratio 0"
         needed = -(-length // (2 * (self.capacities[0] // 2)))
         raise ConfigError(
@@ -146,18 +147,6 @@ class BatchProblem:
             f"{needed} ranks without offloading, on these with {-(-length // (2 * count)) * 2} tokens a rank, or cut: "
             f"a context of {most} tokens"
         )
-
-    def _longest_that_fits(self) -> int:
-        """By bisection: what fits only grows with ranks and shrinks with tokens."""
-        low, high = max(self.capacities), int(self.lengths.max())
-        while low < high:
-            middle = np.array([(low + high + 1) // 2])
-            sizes = [
-                smallest_rings(middle, capacity, self.costs, self.ranks_that_hold(capacity))[0]
-                for capacity in self.capacities
-            ]
-            low, high = (int(middle[0]), high) if any(sizes) else (low, int(middle[0]) - 1)
-        return low
 
     def _check_sums(self) -> None:
         """Planning adds in 64 bits."""
@@ -184,7 +173,7 @@ def _most_ticks(
         times: So often there is each sequence.
         beside: Rank-time of others.
     """
-    a, b, passing, step, constant = (float(number) for number in costs.numbers)
+    a, b, passing, step, constant, _ = (float(number) for number in costs.numbers)
     tokens, size = lengths.astype(np.float64), sizes.astype(np.float64)
     base = (a * tokens**2 + b * tokens) / size + (passing * tokens + step * size) * (size > 1) + constant
     work = times * float((base * size).sum()) + beside
@@ -220,7 +209,7 @@ def finest_costs(costs_in: Callable[[float], BatchCosts], ranks: HdpRanks, longe
 
 def _stays_within(costs: BatchCosts, ranks: HdpRanks, longest: int, tokens: int) -> bool:
     """Steps take longest where all tokens are in the longest sequences, but for what each sequence takes at least."""
-    a, b, passing, step, constant = (float(number) for number in costs.numbers)
+    a, b, passing, step, constant, _ = (float(number) for number in costs.numbers)
     copying = 0.0 if costs.offload is None else float(costs.offload.copy_per_token)
     beside = (b + constant) * tokens
     # Sizes of rings are found in 64 bits themselves.

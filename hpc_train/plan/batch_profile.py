@@ -19,8 +19,10 @@ from hpc_train.errors import ConfigError
 from hpc_train.plan.activations import block_bytes, shape_of
 from hpc_train.plan.axis_bytes import ELEMENT_BYTES, EXACT_BYTES
 from hpc_train.plan.batch_cost import TICK_S, BatchCosts
+from hpc_train.plan.batch_times import PassedBytes
 from hpc_train.plan.cost import layer_matmul_parameters
 from hpc_train.plan.estimate import MEGATRON_LM
+from hpc_train.plan.json_object import parse_object
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit
 from hpc_train.plan.stages import stage_parts
@@ -98,10 +100,12 @@ class Profile:
         windows = config.model.windows
         seen = [2 * window for window in windows if window is not None]
         offload = config.parallel.hdp is not None and config.parallel.hdp.offload
+        passed = passed_bytes(config, mesh)
         return BatchCosts.from_seconds(
             attention_s_per_square=self.attention_s_per_square * (len(windows) - len(seen)) / len(windows),
             linear_s_per_token=self.linear_s_per_token + self.attention_s_per_square * sum(seen) / len(windows),
-            ring_s_per_token=self.ring_s_per_byte * key_value_bytes(config, mesh),
+            ring_s_per_token=self.ring_s_per_byte * passed.once_round,
+            ring_last_hop_s_per_token=self.ring_s_per_byte * passed.key_value,
             # Gradients go beside keys and values, but for the hop that takes them home: 2 N transfers one behind the
             # other in a ring of N, or 3 N - 1.
             ring_s_per_step=self.ring_s_per_step * _times_round(config),
@@ -130,19 +134,18 @@ class Profile:
             ConfigError: it is no profile, was changed by hand, or has a value that is no time.
         """
         try:
-            document = dict(json.loads(text))
+            document = parse_object(text, {"version": (int,), "hash": (str,)})
             version, stated = document.pop("version"), document.pop("hash")
             if version != VERSION:
                 raise ConfigError(
                     f"{source} is a profile of version {version}; this program reads {VERSION}. Measure again"
                 )
+            parse_object(text, {"model": (dict,), "speeds": (dict,), "origin": (str,)})
             profile = Profile(**document)
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (ValueError, TypeError) as problem:
             if isinstance(problem, ConfigError):
                 raise
-            raise ConfigError(
-                f"{source} is not a profile: {type(problem).__name__}: {problem}. `hpc-train profile` writes one"
-            ) from problem
+            raise ConfigError(f"{source} is not a profile: {problem}. `hpc-train profile` writes one") from problem
         if _hash_of(document) != stated:
             raise ConfigError(
                 f"{source} states the hash {stated}, but its content has {_hash_of(document)}: it was changed or is "
@@ -229,14 +232,15 @@ def most_layers(config: Config, mesh: Mesh) -> int:
     return max(sum(len(part.layers) for part in parts[stage :: mesh.pp]) for stage in range(mesh.pp))
 
 
-def key_value_bytes(config: Config, mesh: Mesh) -> int:
-    """What a rank passes on of a token in a layer's forward and backward.
+def passed_bytes(config: Config, mesh: Mesh) -> PassedBytes:
+    """What goes round a ring of a token in a layer's forward and backward.
 
     Keys and values in both, and once more where the forward is done again; their gradients, which are sums, in fp32.
     """
     split = TensorSplit(mesh.tp, 0, config.parallel.sequence_parallel and mesh.tp > 1)
     numbers = 2 * len(split.kv_heads(config.model)) * config.model.head_size
-    return numbers * (_times_round(config) * ELEMENT_BYTES[config.train.precision] + EXACT_BYTES)
+    key_value = numbers * _times_round(config) * ELEMENT_BYTES[config.train.precision]
+    return PassedBytes(key_value, numbers * EXACT_BYTES)
 
 
 def _times_round(config: Config) -> int:

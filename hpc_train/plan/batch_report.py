@@ -14,11 +14,11 @@ from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_cost import Integers
 from hpc_train.plan.batch_of_run import Places, set_up_batches
 from hpc_train.plan.batch_problem import lower_bound
-from hpc_train.plan.batch_profile import Profile, key_value_bytes
+from hpc_train.plan.batch_profile import Profile, passed_bytes
 from hpc_train.plan.batch_setup import BatchSetup
 from hpc_train.plan.batch_spans import PackSpans, pack_spans
 from hpc_train.plan.batch_table import BatchTable
-from hpc_train.plan.batch_times import BatchTimes, model_times, ring_tokens
+from hpc_train.plan.batch_times import BatchTimes, PassedBytes, model_times, ring_bytes
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.table import Section, size_text, table_text, time_text
 
@@ -62,8 +62,8 @@ class PlannedBatch:
 class BatchReport:
     """nodes: of each hdp rank; empty where not known. static: None where rings of one size cannot hold the step.
 
-    least: the time in ticks of a layer that no plan can beat. ring_bytes: of keys and values of a token and all layers
-    of a rank. planning_s: how long planning took; None where it was not measured.
+    least: the time in ticks of a layer that no plan can beat. passed: in rings, of a token and all layers of a rank.
+    planning_s: how long planning took; None where it was not measured.
     """
 
     name: str
@@ -75,7 +75,7 @@ class BatchReport:
     planned: PlannedBatch
     static: PlannedBatch | None
     least: int
-    ring_bytes: int
+    passed: PassedBytes
     notes: tuple[str, ...]
     planning_s: float | None = None
 
@@ -124,11 +124,13 @@ def report_batch(
             static = _played("static", setup, setup.plan_with("static", problem))
         except ConfigError as problem_of_static:
             notes.append(f"static cannot plan this step: {problem_of_static}")
+    if static is not None and static.times.makespan < planned.times.makespan and setup.planner == "balanced":
+        notes.append("static's lists are shorter, but its longest micro-batch, for which all stages wait, is longer")
     if mesh.pp > 1:
         notes.append("times are of a rank's own list; what stages wait for each other in the pipeline comes beside")
     return BatchReport(
         config.name, mesh, step, setup, problem.lengths, tuple(nodes), planned, static, lower_bound(problem).ticks,
-        key_value_bytes(config, mesh) * setup.num_layers, tuple(notes),
+        passed_bytes(config, mesh).times(setup.num_layers), tuple(notes),
     )  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def _figures(report: BatchReport, one: PlannedBatch) -> dict[str, Any]:
         "to_least": one.times.makespan / max(1, report.least),
         "rings": len(rings),
         "largest_ring": int(rings.max(initial=1)),
-        "ring_bytes": ring_tokens(one.table) * report.ring_bytes,
+        "ring_bytes": ring_bytes(one.table, report.passed),
         "micro_batches": [int(one.table.num_micro_batches.min()), int(one.table.num_micro_batches.max())],
     }
 

@@ -63,7 +63,9 @@ class BatchSetup:
             return NaivePlanner()
         assert name == "balanced", name
         has_one_chunk = self.num_stages == self.virtual_stages == 1
-        return BalancedPlanner() if has_one_chunk else BalancedPlanner("pp", self.num_stages)
+        if has_one_chunk:
+            return BalancedPlanner(context=self.longest)
+        return BalancedPlanner("pp", self.num_stages, context=self.longest)
 
     def to_json(self) -> dict[str, Any]:
         """For the node agents."""
@@ -91,12 +93,12 @@ class BatchSetup:
     def from_json(document: Mapping[str, Any]) -> BatchSetup:
         ranks = {name: np.array(values, np.int64) for name, values in document["ranks"].items()}
         offload = None if document["offload"] is None else OffloadCosts(*document["offload"])
-        attention, linear, ring, step, constant = document["costs"]
+        attention, linear, ring, step, constant, last_hop = document["costs"]
         return BatchSetup(
             document["planner"],
             document["longest"],
             HdpRanks(**ranks),
-            BatchCosts(attention, linear, ring, step, constant, offload),
+            BatchCosts(attention, linear, ring, step, constant, offload, ring_last_hop_per_token=last_hop),
             document["num_layers"],
             document["num_stages"],
             document["virtual_stages"],

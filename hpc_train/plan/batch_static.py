@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 
 from hpc_train.errors import ConfigError
+from hpc_train.plan.batch_cost import MILLI
 from hpc_train.plan.batch_naive import best_fit
 from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, concatenated
 from hpc_train.plan.batch_table import BatchTable
@@ -51,6 +52,20 @@ class StaticPlanner(BatchPlanner):
             problem.step, problem.lengths, first_sequence, sequences, np.arange(len(rows) + 1) * cp, ranks.ravel(),
             np.repeat(number // num_groups, cp), np.zeros(len(rows), np.int64), np.maximum(counts, 1),
         )  # fmt: skip
+
+
+def least_static_ticks(problem: BatchProblem, context: int) -> int:
+    """A time that no plan of rings of one size beats: as if rows could be shared by all rings in any way.
+
+    Raises:
+        ConfigError: all ranks together do not hold a row.
+    """
+    num_ranks, costs = len(problem.ranks), problem.costs
+    cp = smallest_cp(context, problem.capacities[-1], num_ranks)
+    squares, tokens = int((problem.lengths**2).sum()), int(problem.lengths.sum())
+    without_latency = replace(costs, ring_per_step=0, per_micro_batch=0)
+    whole = without_latency.micro_batch(squares, tokens, cp)
+    return int(whole) * cp // num_ranks * MILLI // int(problem.ranks.speed_milli.max())
 
 
 def smallest_cp(context: int, capacity: int, num_ranks: int) -> int:

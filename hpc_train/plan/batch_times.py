@@ -15,10 +15,14 @@ from hpc_train.plan.batch_table import BatchTable
 @final
 @dataclass(frozen=True, eq=False)
 class BatchTimes:
-    """By rank, in ticks of one layer: when it is done, and how long it computes; the rest is waiting for rings."""
+    """By rank, in ticks of one layer: when it is done, and how long it computes; the rest is waiting for rings.
+
+    longest: ticks of the longest micro-batch at the profile's speed.
+    """
 
     ends: Integers
     busy: Integers
+    longest: int
 
     @property
     def makespan(self) -> int:
@@ -39,7 +43,34 @@ def model_times(table: BatchTable, ranks: HdpRanks, costs: BatchCosts) -> BatchT
 
     squares, tokens = table.pack_sums()
     ticks = np.asarray(costs.micro_batch(squares, tokens, table.sizes), np.int64).reshape(-1)
-    return BatchTimes(*play_packs(table.first_rank, table.ranks, ticks, ranks.speed_milli))
+    ends, busy = play_packs(table.first_rank, table.ranks, ticks, ranks.speed_milli)
+    return BatchTimes(ends, busy, int(ticks.max(initial=0)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PassedBytes:
+    """What goes round a ring of a token. key_value: of all times; on each, no member gets its own back, so a ring of N
+    passes them on N - 1 times. gradient: of these, which go home: N times.
+    """
+
+    key_value: int
+    gradient: int
+
+    @property
+    def once_round(self) -> int:
+        """In N hops."""
+        return self.key_value + self.gradient
+
+    def times(self, number: int) -> PassedBytes:
+        """Of so many layers."""
+        return PassedBytes(self.key_value * number, self.gradient * number)
+
+
+def ring_bytes(table: BatchTable, passed: PassedBytes) -> int:
+    """What all ranks together send in their rings."""
+    kept = table.pack_sums()[1][table.sizes > 1]
+    return ring_tokens(table) * passed.once_round + int(kept.sum()) * passed.gradient
 
 
 def ring_tokens(table: BatchTable) -> int:

@@ -23,6 +23,7 @@ from hpc_train.plan.activations import (
     shape_of,
 )
 from hpc_train.plan.axis_bytes import ELEMENT_BYTES, EXACT_BYTES, is_split_by_tokens, micro_batches_of
+from hpc_train.plan.changes import Change, CostlySizesError
 from hpc_train.plan.flat import FlatLayout, lay_out
 from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.mesh import Mesh
@@ -136,9 +137,10 @@ def check_memory(config: Config, mesh: Mesh, gpu_memory_bytes: int) -> None:
         batches = f"{estimate.in_flight} micro-batch{'es' if estimate.in_flight > 1 else ''}"
         names = {"activations": f"activations of {batches}", "optimizer": "optimizer states"}
         why = "the largest terms are " + " and ".join(f"{names.get(name, name)} {_gib(size)}" for name, size in largest)
-    raise ConfigError(
+    raise CostlySizesError(
         f"{mesh.describe()} does not fit: a rank of stage {stage} needs about {_gib(estimate.total)}, and a GPU of "
-        f"{_gib(gpu_memory_bytes)} has about {_gib(usable)} for tensors; {why}. {_advice(config, mesh, usable)}"
+        f"{_gib(gpu_memory_bytes)} has about {_gib(usable)} for tensors; {why}.",
+        lambda: _advice(config, mesh, usable),
     )
 
 
@@ -368,21 +370,28 @@ def _distance(mesh: Mesh, other: Mesh) -> tuple[float, int, int]:
     return factor, -other.dp, other.tp
 
 
-def _advice(config: Config, mesh: Mesh, usable: int) -> str:
+def _advice(config: Config, mesh: Mesh, usable: int) -> tuple[list[Change], str]:
+    """What fits as many ranks by its memory, as changes and in words."""
     other = nearest_mesh_that_fits(config, mesh, usable)
     if other is not None:
-        return f"With as many ranks use {other.describe()}"
+        return [_mesh_change(other)], f"With as many ranks use {other.describe()}"
     for recompute in ("selective", "full"):
         train = config.train.model_copy(update={"recompute": recompute})
         again = config.model_copy(update={"train": train})
         if config.train.recompute == "none" or recompute == "full":
             for candidate in (mesh, nearest_mesh_that_fits(again, mesh, usable)):
                 if candidate is not None and fullest_stage(again, candidate)[1].total <= usable:
-                    return f"With as many ranks use train.recompute={recompute} and {candidate.describe()}"
-    return (
+                    change = Change({"train.recompute": recompute, **_mesh_change(candidate).settings})
+                    words = f"With as many ranks use train.recompute={recompute} and {candidate.describe()}"
+                    return [change], words
+    return [Change(num_ranks=2 * mesh.world_size)], (
         f"No mesh of {mesh.world_size} ranks fits, with recomputation neither: use more ranks, a smaller "
         "train.micro_batch_size or data.seq_len"
     )
+
+
+def _mesh_change(mesh: Mesh) -> Change:
+    return Change({"parallel.pp": mesh.pp, "parallel.tp": mesh.tp})
 
 
 def _gib(num_bytes: int) -> str:

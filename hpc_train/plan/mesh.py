@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError
+from hpc_train.plan.changes import Change, SizesError, nearest
 
 AXES = ("pp", "dp", "cp", "tp")
 """Axis names, outermost first; the last one varies fastest."""
@@ -66,9 +67,9 @@ class Mesh:
         if dp is None:
             if world_size % others == 0:
                 return Mesh(pp=pp, dp=world_size // others, cp=cp, tp=tp)
-            raise ConfigError(_not_divisible(world_size, mesh, possible or {}))
+            raise _not_divisible(world_size, mesh, possible or {})
         if mesh.world_size != world_size:
-            raise ConfigError(_not_equal(world_size, mesh, possible or {}))
+            raise _not_equal(world_size, mesh, possible or {})
         return mesh
 
     @property
@@ -124,41 +125,66 @@ def _product(axes: Mapping[str, int | None]) -> str:
     return " x ".join(f"{axis} {'?' if degree is None else degree}" for axis, degree in axes.items())
 
 
-def _not_divisible(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
+def _not_divisible(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> SizesError:
     others = mesh.pp * mesh.cp * mesh.tp
     asked = _product({**mesh.axes, "dp": None})
-    return (
+    return SizesError(
         f"{world_size} ranks do not fill a mesh of {asked}: pp x cp x tp = {others} leaves a remainder of "
-        f"{world_size % others}. {_nearest(world_size, mesh, possible)}"
+        f"{world_size % others}.",
+        _nearest_changes(world_size, mesh, possible, is_dp_given=False),
+        _nearest(world_size, mesh, possible),
     )
 
 
-def _not_equal(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
+def _not_equal(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> SizesError:
     others = mesh.pp * mesh.cp * mesh.tp
-    text = (
+    problem = (
         f"{world_size} ranks do not fill a mesh of {mesh.describe()} = {mesh.world_size} ranks: "
-        f"{abs(world_size - mesh.world_size)} {'left over' if world_size > mesh.world_size else 'missing'}. "
-        f"Start {mesh.world_size} ranks"
+        f"{abs(world_size - mesh.world_size)} {'left over' if world_size > mesh.world_size else 'missing'}."
     )
+    advice = f"Start {mesh.world_size} ranks"
     if world_size % others == 0:
-        return f"{text}, or use dp={world_size // others}, or leave dp out."
-    return f"{text}. {_nearest(world_size, mesh, possible)}"
+        advice += f", or use dp={world_size // others}, or leave dp out."
+    else:
+        advice += f". {_nearest(world_size, mesh, possible)}"
+    changes = _nearest_changes(world_size, mesh, possible, is_dp_given=True)
+    return SizesError(problem, [Change(num_ranks=mesh.world_size), *changes], advice)
+
+
+def _nearest_changes(
+    world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]], *, is_dp_given: bool
+) -> list[Change]:
+    """Numbers of ranks that the mesh fills, and degrees that fill so many ranks."""
+    others = mesh.pp * mesh.cp * mesh.tp
+    found = []
+    if is_dp_given and world_size % others == 0:
+        found.append(Change({"parallel.dp": world_size // others}))
+    for axis, degrees in _fitting_degrees(world_size, mesh, possible).items():
+        for degree in degrees:
+            dp = world_size // (others // getattr(mesh, axis) * degree)
+            found.append(Change({f"parallel.{axis}": degree, **({"parallel.dp": dp} if is_dp_given else {})}))
+    if not is_dp_given:
+        found += [Change(num_ranks=ranks) for ranks in _nearest_worlds(world_size, others)]
+    return found
 
 
 def _nearest(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
-    others = mesh.pp * mesh.cp * mesh.tp
-    return f"{_nearest_worlds(world_size, others)}{_nearest_degrees(world_size, mesh, possible)}"
+    worlds = _nearest_worlds(world_size, mesh.pp * mesh.cp * mesh.tp)
+    degrees = [
+        f"{axis}={' or '.join(map(str, near))}" for axis, near in _fitting_degrees(world_size, mesh, possible).items()
+    ]
+    with_ranks = f"; with {world_size} ranks use {', or '.join(degrees)}." if degrees else "."
+    return f"With these degrees use {' or '.join(map(str, worlds))} ranks{with_ranks}"
 
 
-def _nearest_worlds(world_size: int, others: int) -> str:
+def _nearest_worlds(world_size: int, others: int) -> list[int]:
     below = world_size - world_size % others
-    choices = [str(ranks) for ranks in (below, below + others) if ranks > 0]
-    return f"With these degrees use {' or '.join(choices)} ranks"
+    return [ranks for ranks in (below, below + others) if ranks > 0]
 
 
-def _nearest_degrees(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> str:
-    """The nearest value of each axis above 1 that would divide, the other axes being kept."""
-    suggestions = []
+def _fitting_degrees(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> dict[str, list[int]]:
+    """The nearest values of each axis above 1 that would divide, the other axes being kept."""
+    found = {}
     for axis in ("tp", "cp", "pp"):
         degree = getattr(mesh, axis)
         rest = mesh.pp * mesh.cp * mesh.tp // degree
@@ -166,6 +192,5 @@ def _nearest_degrees(world_size: int, mesh: Mesh, possible: Mapping[str, Collect
             continue
         left = world_size // rest
         fits = [n for n in possible.get(axis, range(1, left + 1)) if n <= left and left % n == 0]
-        near = sorted(sorted(fits, key=lambda value: (abs(value - degree), value))[:3])
-        suggestions.append(f"{axis}={' or '.join(map(str, near))}")
-    return f"; with {world_size} ranks use {', or '.join(suggestions)}." if suggestions else "."
+        found[axis] = sorted(nearest(fits, degree)[:3])
+    return found

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
+from hpc_train.plan.changes import Change, SizesError, nearest, one_of
 from hpc_train.plan.flat import Box
 
 
@@ -100,9 +101,11 @@ def check_split(config: ModelConfig, tp: int) -> None:
     """
     works = possible_degrees(config)["tp"]
     if tp not in works:
-        raise ConfigError(
+        raise SizesError(
             f"parallel.tp={tp} does not split model.num_heads={config.num_heads} and the feed-forward size "
-            f"{config.ffn_size} evenly. Use tp={_listed(works)}"
+            f"{config.ffn_size} evenly.",
+            one_of("parallel.tp", nearest(works, tp)),
+            f"Use tp={_listed(works)}",
         )
     if tp > config.vocab_size:
         raise ConfigError(f"parallel.tp={tp} is more than model.vocab_size={config.vocab_size} token ids")
@@ -137,18 +140,23 @@ def _check_capacity(config: Config, capacity: int, unit: int) -> None:
         cut.append(f"the parallel.tp={config.parallel.tp} ranks of sequence parallel")
     if config.parallel.tp_tiles > 1:
         cut.append(f"parallel.tp_tiles={config.parallel.tp_tiles}")
-    raise ConfigError(
+    fits = max(1, capacity // unit) * unit
+    raise SizesError(
         f"parallel.hdp.capacity_tokens={capacity} is not a multiple of {unit}, into which {' and '.join(cut)} cut a "
-        f"row. Use capacity_tokens={max(1, capacity // unit) * unit}"
+        "row.",
+        one_of("parallel.hdp.capacity_tokens", [fits, fits + unit]),
+        f"Use capacity_tokens={fits}",
     )
 
 
 def _check_seq_len(seq_len: int, tp: int, sequence_parallel: bool) -> None:
     if sequence_parallel and seq_len % tp:
         below = seq_len // tp * tp
-        raise ConfigError(
-            f"data.seq_len={seq_len} is not a multiple of parallel.tp={tp}, which sequence parallel needs. Use "
-            f"seq_len={below or tp} or {below + tp}, or parallel.sequence_parallel=false"
+        lengths = one_of("data.seq_len", [below, below + tp] if below else [tp])
+        raise SizesError(
+            f"data.seq_len={seq_len} is not a multiple of parallel.tp={tp}, which sequence parallel needs.",
+            [*lengths, Change({"parallel.sequence_parallel": False})],
+            f"Use seq_len={below or tp} or {below + tp}, or parallel.sequence_parallel=false",
         )
 
 
@@ -164,9 +172,11 @@ def _check_tiles(config: Config, tp: int) -> None:
     what = f"data.seq_len={seq_len} / parallel.tp={tp} tokens of a sequence that each rank has with sequence parallel"
     if not sequence_parallel:
         what = f"data.seq_len={seq_len} * train.micro_batch_size={micro_batch_size} tokens of a micro-batch"
-    raise ConfigError(
-        f"parallel.tp_tiles={num_tiles} does not divide the {rows} rows that it cuts, the {what}. Use "
-        f"tp_tiles={below}{'' if above is None else f' or {above}'}"
+    numbers = [below] if above is None else [below, above]
+    raise SizesError(
+        f"parallel.tp_tiles={num_tiles} does not divide the {rows} rows that it cuts, the {what}.",
+        one_of("parallel.tp_tiles", numbers),
+        f"Use tp_tiles={' or '.join(map(str, numbers))}",
     )
 
 

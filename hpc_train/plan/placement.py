@@ -11,6 +11,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import Fabric
 from hpc_train.errors import ConfigError
 from hpc_train.plan.axis_bytes import AxisTraffic
+from hpc_train.plan.changes import SizesError, nearest, one_of
 from hpc_train.plan.choose import choose_seats
 from hpc_train.plan.mesh import AXES, Mesh
 from hpc_train.plan.nesting import fill_order, whole_axes
@@ -89,9 +90,7 @@ def _placed(
         by_slurm = slurm_placement(mesh, allocation, exclude)
         # That no fabric is known says who looked for one.
         notes = [] if axes is None else [f"the order {order} has no effect without a fabric"]
-        torn = np.count_nonzero(~_is_whole(by_slurm, fabric))
-        if torn:
-            raise ConfigError(_torn(mesh, allocation, fabric, exclude, int(torn)))
+        _check_whole(by_slurm, allocation, fabric, exclude)
         return replace(by_slurm, notes=tuple(notes))
     seats = find_seats(mesh, allocation, fabric, exclude)
     if axes is not None:
@@ -108,18 +107,38 @@ def _placed(
     return min(planned, key=lambda placement: _key(placement, fabric, traffic))
 
 
-def _torn(mesh: Mesh, allocation: Allocation, fabric: Fabric | None, exclude: Collection[str], num_torn: int) -> str:
-    """What to say of tp groups that Slurm's order spreads over several nodes."""
+def check_seats(mesh: Mesh, allocation: Allocation, fabric: Fabric | None, order: str = AUTO_ORDER) -> None:
+    """Refuse an order that is none, and tp groups that do not fit into the nodes, without placing anything.
+
+    Raises:
+        ConfigError: as `place`, but for links that do not work.
+    """
+    _axes_of_order(order, mesh)
+    if order == SLURM_ORDER or fabric is None:
+        _check_whole(slurm_placement(mesh, allocation), allocation, fabric, ())
+    else:
+        find_seats(mesh, allocation, fabric)
+
+
+def _check_whole(placement: Placement, allocation: Allocation, fabric: Fabric | None, exclude: Collection[str]) -> None:
+    """Refuse tp groups that Slurm's order spreads over several nodes."""
+    mesh = placement.mesh
+    num_torn = int(np.count_nonzero(~_is_whole(placement, fabric)))
+    if not num_torn:
+        return
     kept = [at for at, node in enumerate(allocation.nodes) if node not in exclude]
     counts = [allocation.tasks_per_node[at] for at in kept]
     num_seats = sum(count // mesh.tp for count in counts)
     if num_seats < mesh.world_size // mesh.tp:
         unknown = "" if fabric is not None else " No fabric is known, so no NVLink domain is; fabric.source names one."
-        return too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, num_seats) + unknown
-    return (
+        raise too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, num_seats, unknown)
+    fits = [degree for degree in range(1, max(counts) + 1) if all(count % degree == 0 for count in counts)]
+    by_switches = [] if fabric is None else one_of("fabric.order", [AUTO_ORDER])
+    raise SizesError(
         f"in Slurm's order {num_torn} of {mesh.world_size // mesh.tp} tp groups are spread over several nodes, and a "
-        "tp group stays inside one node, or one NVLink domain. Use fabric.order=auto with a fabric, or a tp that "
-        "divides the ranks of every node"
+        "tp group stays inside one node, or one NVLink domain.",
+        by_switches + one_of("parallel.tp", nearest(fits, mesh.tp)),
+        "Use fabric.order=auto with a fabric, or a tp that divides the ranks of every node",
     )
 
 

@@ -13,6 +13,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import TIERS, Fabric
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
+from hpc_train.plan.batch_of_run import set_up_batches_of
 from hpc_train.plan.batch_places import hdp_figures
 from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
 from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
@@ -162,6 +163,10 @@ def report_plan(
     slurm = slurm_placement(mesh, allocation)
     rates = assumed_rates(config, fabric)
     estimate = estimate_step(config, mesh, rates)
+    hdp = None
+    if config.parallel.hdp is not None:
+        hdp = hdp_figures(placement, fabric)
+        set_up_batches_of(config, mesh, hdp)  # refuses what ranks would refuse
     copies = None if config.checkpoint.local is None else plan_peer_copies(placement, fabric)
     told = dict.fromkeys((*notes, *placement.notes, *(() if copies is None else copies.notes)))
     if fabric is not None:
@@ -185,7 +190,7 @@ def report_plan(
         tp_hidden=best_hidden_tiles(config, mesh),
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),
-        hdp=None if config.parallel.hdp is None else hdp_figures(placement, fabric),
+        hdp=hdp,
         copy_holders=None if copies is None else copies.holder,
     )
 

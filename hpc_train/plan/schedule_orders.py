@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from hpc_train.errors import ConfigError
+from hpc_train.plan.changes import Change, SizesError
 from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
 
 Kind = Literal["1f1b", "zero_bubble"]
@@ -33,8 +34,8 @@ def plan_schedule(kind: Kind, num_stages: int, num_micro_batches: int, virtual_s
     return plan_1f1b(num_stages, num_micro_batches, virtual_stages=virtual_stages)
 
 
-def check_micro_batches(num_stages: int, num_micro_batches: int) -> None:
-    """Refuse a pipeline that some stage of would be idle in every phase.
+def check_micro_batches(num_stages: int, num_micro_batches: int, changes: Sequence[Change] = ()) -> None:
+    """Refuse a pipeline that some stage of would be idle in every phase. changes: what would give fewer or more.
 
     Raises:
         ConfigError: fewer micro-batches than stages, with what would work.
@@ -45,11 +46,12 @@ def check_micro_batches(num_stages: int, num_micro_batches: int) -> None:
             "1 stage and 1 micro-batch"
         )
     if num_micro_batches < num_stages:
-        raise ConfigError(
+        raise SizesError(
             f"parallel.pp={num_stages} gives a pipeline of {num_stages} stages, and it has {num_micro_batches} "
-            f"micro-batches a step; its schedule needs at least {num_stages}. Use parallel.pp={num_micro_batches} or "
-            f"less, or {num_stages} micro-batches or more by a larger train.global_batch_size, a smaller "
-            "train.micro_batch_size or a smaller parallel.dp."
+            f"micro-batches a step; its schedule needs at least {num_stages}.",
+            changes,
+            f"Use parallel.pp={num_micro_batches} or less, or {num_stages} micro-batches or more by a larger "
+            "train.global_batch_size, a smaller train.micro_batch_size or a smaller parallel.dp.",
         )
 
 

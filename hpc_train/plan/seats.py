@@ -16,6 +16,7 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import TIERS, Fabric
 from hpc_train.errors import ConfigError
 from hpc_train.plan.axis_bytes import AxisTraffic
+from hpc_train.plan.changes import SizesError, nearest, one_of
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.places import NOWHERE, Places, find_places, natural_key
 from hpc_train.plan.traffic import no_link, transfers
@@ -101,7 +102,7 @@ def find_seats(mesh: Mesh, allocation: Allocation, fabric: Fabric, exclude: Coll
     seat_node, seat_gpu = _cut_into_seats(places, counts, mesh.tp)
     num_blocks = mesh.world_size // mesh.tp
     if len(seat_node) < num_blocks:
-        raise ConfigError(too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, len(seat_node)))
+        raise too_few_seats(mesh, [allocation.nodes[at] for at in kept], counts, len(seat_node))
     group = _groups_of_nodes(places)
     order = _order_of_switches(fabric, places, group, seat_node[:, 0])
     seat_node, seat_gpu = seat_node[order], seat_gpu[order]
@@ -137,22 +138,29 @@ def _cut_into_seats(places: Places, counts: Sequence[int], tp: int) -> tuple[np.
     return np.concatenate(nodes).astype(np.int32), np.concatenate(slots).astype(np.int32)
 
 
-def too_few_seats(mesh: Mesh, nodes: Sequence[str], counts: Sequence[int], num_seats: int) -> str:
-    """What to say where the nodes hold fewer tp groups than a mesh has."""
+def too_few_seats(
+    mesh: Mesh, nodes: Sequence[str], counts: Sequence[int], num_seats: int, note: str = ""
+) -> SizesError:
+    """What to raise where the nodes hold fewer tp groups than a mesh has. note: said behind the advice."""
     largest = max(counts, default=0)
-    fits = [str(degree) for degree in range(1, largest + 1) if all(count % degree == 0 for count in counts)]
+    fits = [degree for degree in range(1, largest + 1) if all(count % degree == 0 for count in counts)]
+    changes = one_of("parallel.tp", nearest(fits, mesh.tp))
+    words = " or ".join(map(str, fits))
     if mesh.tp > largest:
-        return (
+        return SizesError(
             f"tp={mesh.tp} does not fit into a node: the largest of the {len(nodes)} nodes has {largest} ranks, and a "
-            f"tp group stays inside one node, or one NVLink domain. Use tp={' or '.join(fits) or 1}."
+            f"tp group stays inside one node, or one NVLink domain.{note}",
+            changes,
+            f"Use tp={words or 1}.",
         )
     short = [f"{node} ({count})" for node, count in zip(nodes, counts, strict=True) if count % mesh.tp]
     needed = mesh.world_size // mesh.tp
     over = f", and ranks are left over on {', '.join(short[:8])}{', ...' if len(short) > 8 else ''}" if short else ""
-    return (
+    return SizesError(
         f"a mesh of {mesh.describe()} needs {needed} tp groups of {mesh.tp}, each inside one node, but the "
-        f"{len(nodes)} nodes hold {num_seats}{over}. Use tp={' or '.join(fits)}, or a mesh of "
-        f"{num_seats * mesh.tp} ranks."
+        f"{len(nodes)} nodes hold {num_seats}{over}.{note}",
+        changes,
+        f"Use tp={words}, or a mesh of {num_seats * mesh.tp} ranks.",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
 from hpc_train.errors import ConfigError
+from hpc_train.plan.changes import Change, SizesError, nearest, one_of
 from hpc_train.plan.cost import attention_spans, layer_matmul_parameters, micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import ModelPart
@@ -69,10 +70,20 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
     if parallel.virtual_stages > 1 and parallel.pp * parallel.virtual_stages > model.num_layers:
         works = model.num_layers // parallel.pp
         advice = f"Use virtual_stages={works}" if works else f"Use pp={model.num_layers} or less with virtual_stages=1"
-        raise ConfigError(
+        fewer = one_of("parallel.virtual_stages", [works] if works else [])
+        plain = [Change({"parallel.pp": pp, "parallel.virtual_stages": 1}) for pp in _numbers_of_stages(config)]
+        raise SizesError(
             f"parallel.virtual_stages={parallel.virtual_stages} on parallel.pp={parallel.pp} stages needs "
-            f"{parallel.pp * parallel.virtual_stages} layers, one for each, and model.num_layers={model.num_layers}. "
-            f"{advice}, or more layers."
+            f"{parallel.pp * parallel.virtual_stages} layers, one for each, and model.num_layers={model.num_layers}.",
+            fewer + plain,
+            f"{advice}, or more layers.",
+        )
+    if parallel.pp > model.num_layers:
+        raise SizesError(
+            f"parallel.pp={parallel.pp} stages cannot share model.num_layers={model.num_layers}, since each holds a "
+            "layer or more.",
+            one_of("parallel.pp", _numbers_of_stages(config)),
+            f"Use parallel.pp={model.num_layers} or less, or more layers.",
         )
     num_sequences, seq_len = micro_batch_shape(config)
     costs = model_costs(model, seq_len, num_sequences, recompute)
@@ -81,12 +92,20 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
     if parallel.layers_per_stage is None:
         return by_cost
     if sum(parallel.layers_per_stage) != model.num_layers:
-        raise ConfigError(
+        lengths = list(map(len, by_cost))
+        raise SizesError(
             f"parallel.layers_per_stage={list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)} "
-            f"layers, and model.num_layers={model.num_layers}. By their cost they would be {list(map(len, by_cost))}; "
-            "use that, or leave layers_per_stage out."
+            f"layers, and model.num_layers={model.num_layers}.",
+            one_of("parallel.layers_per_stage", [lengths, None]),
+            f"By their cost they would be {lengths}; use that, or leave layers_per_stage out.",
         )
     return _ranges(parallel.layers_per_stage)
+
+
+def _numbers_of_stages(config: Config) -> list[int]:
+    """The nearest that can share the layers, of those that divide the present one, and so its ranks."""
+    pp = config.parallel.pp
+    return nearest([n for n in range(1, config.model.num_layers + 1) if pp % n == 0], pp)
 
 
 def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_train.config import dump_yaml
 from hpc_train.errors import ConfigError, DataError
-from hpc_train.launch.checks import check_before_start, compare_with_earlier, differing_keys
+from hpc_train.launch.checks import check_data_files, check_sizes, compare_with_earlier, differing_keys
 from hpc_train.plan.mesh import Mesh
 from tests.launch.configs import small_config
 
@@ -18,12 +18,13 @@ def mesh(dp: int) -> Mesh:
 
 def test_batches_that_do_not_divide_and_missing_data_are_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    check_before_start(config, mesh(4))
+    check_sizes(config, mesh(4))
+    check_data_files(config)
     with pytest.raises(ConfigError, match="8"):
-        check_before_start(config, mesh(3))
+        check_sizes(config, mesh(3))
     (tmp_path / "corpus.idx").unlink()
     with pytest.raises(DataError, match=r"corpus\.idx: no such file"):
-        check_before_start(config, mesh(4))
+        check_data_files(config)
 
 
 def test_an_earlier_run_may_be_gone_on_with_but_not_with_another_model(tmp_path: Path) -> None:
@@ -62,15 +63,15 @@ def test_each_differing_leaf_is_named_once_with_both_values() -> None:
 
 def test_a_wire_type_where_no_gradients_travel_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path, parallel={"gradient_wire": "bf16"})
-    check_before_start(config, mesh(2))
+    check_sizes(config, mesh(2))
     with pytest.raises(ConfigError, match=r"gradient_wire=bf16 has no effect with dp=1.*dp=2 or more"):
-        check_before_start(config, mesh(1))
+        check_sizes(config, mesh(1))
 
 
 def test_virtual_stages_without_layers_and_too_few_micro_batches_are_refused_with_what_works(tmp_path: Path) -> None:
     def check(pp: int, **parallel: object) -> None:
         config = small_config(tmp_path, model={"num_layers": 6}, parallel={"pp": pp, **parallel})
-        check_before_start(config, Mesh(pp=pp, dp=1, cp=1, tp=1))
+        check_sizes(config, Mesh(pp=pp, dp=1, cp=1, tp=1))
 
     check(2, virtual_stages=3)
     check(2, virtual_stages=3, schedule="zero_bubble")
@@ -84,13 +85,13 @@ def test_virtual_stages_without_layers_and_too_few_micro_batches_are_refused_wit
         tmp_path, model={"num_layers": 6}, train={"global_batch_size": 3}, parallel={"pp": 4, "schedule": "zero_bubble"}
     )
     with pytest.raises(ConfigError, match=r"has 3 micro-batches a step; .* at least 4. Use parallel.pp=3 or less"):
-        check_before_start(few, Mesh(pp=4, dp=1, cp=1, tp=1))
+        check_sizes(few, Mesh(pp=4, dp=1, cp=1, tp=1))
 
 
 def test_tiles_that_do_not_divide_are_refused_with_the_nearest_that_do(tmp_path: Path) -> None:
     def check(tp_tiles: int, **parallel: object) -> None:
         config = small_config(tmp_path, model={"num_heads": 2}, parallel={"tp": 2, "tp_tiles": tp_tiles, **parallel})
-        check_before_start(config, Mesh(pp=1, dp=1, cp=1, tp=2))
+        check_sizes(config, Mesh(pp=1, dp=1, cp=1, tp=2))
 
     check(4, sequence_parallel=True)
     with pytest.raises(ConfigError, match=r"tp_tiles=3 does not divide the \d+ rows .* Use tp_tiles=2 or 4$"):

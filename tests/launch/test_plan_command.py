@@ -105,7 +105,10 @@ def test_excluded_nodes_get_no_ranks(capsys: pytest.CaptureFixture[str]) -> None
         (["--nodelist", "n[1-2]", "--ntasks-per-node", "500000000"], "a world of 1000000000 ranks is more than"),
         (["-N", "2", "--fabric", CLOS, "parallel.dp=3"], "do not fill"),
         # Neither 7 layers' worth of stages nor tp=7 of 4 heads is advised.
-        (["-N", "7", "--ntasks-per-node", "2", "--fabric", CLOS, *FOUR_HEADS], "with 14 ranks use tp=1, or pp=1 or 7."),
+        (
+            ["-N", "7", "--ntasks-per-node", "2", "--fabric", CLOS, *FOUR_HEADS],
+            "Use parallel.pp=7, or 16 ranks, or",
+        ),
         (["-N", "2", "--fabric", CLOS, "train.global_batch_size=3"], "global_batch_size=3"),
         (["-N", "2", "--fabric", CLOS, "fabric.gpu_memory_bytes=9"], "does not fit: a rank of stage"),
     ],

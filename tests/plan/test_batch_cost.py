@@ -13,6 +13,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_cost import (
     BatchCosts,
     OffloadCosts,
+    longest_held,
     offload_hidden_milli,
     offload_needed_milli,
     smallest_rings,
@@ -32,8 +33,10 @@ def test_times_are_those_of_the_published_measurement():
 
 
 costs = st.builds(
-    BatchCosts, st.integers(0, 5), st.integers(1, 30_000), st.integers(0, 6000), st.integers(0, 9), st.integers(0, 9)
-)
+    lambda *numbers, last_hop: BatchCosts(*numbers, ring_last_hop_per_token=min(last_hop, numbers[2])),
+    st.integers(0, 5), st.integers(1, 30_000), st.integers(0, 6000), st.integers(0, 9), st.integers(0, 9),
+    last_hop=st.integers(0, 6000),
+)  # fmt: skip
 
 
 @given(costs, st.integers(1, 3_000_000), st.integers(1, 5000))
@@ -88,6 +91,32 @@ def test_the_smallest_ring_fits_and_a_smaller_one_does_not(length, capacity, num
     assert smallest_rings(lengths, capacity, some, int(size[0]) - 1)[0] == 0
 
 
+@given(
+    capacity=st.integers(2, 40),
+    count=st.integers(1, 7),
+    num_layers=st.integers(1, 9),
+    copying=st.integers(0, 200),
+    linear=st.integers(1, 100),
+)
+def test_ranks_hold_every_sequence_up_to_the_longest_held_and_not_the_next(
+    capacity, count, num_layers, copying, linear
+):
+    """Against all lengths one by one. A kind with less capacity and more ranks beside it changes nothing of that."""
+    some = BatchCosts(1, linear, 5, offload=OffloadCosts(num_layers, copying))
+    classes = [(capacity, count), (max(2, capacity // 2), count + 2)]
+    most = 2 * capacity * (count + 2)
+    lengths = np.arange(1, most + 1)
+    fits = np.logical_or.reduce([smallest_rings(lengths, holds, some, number) > 0 for holds, number in classes])
+    first_failing = int(np.argmin(fits)) if not fits.all() else most
+    assert longest_held(classes, some, most) == first_failing
+
+
+def test_what_a_ring_of_two_passes_on_is_half_of_what_goes_round_but_for_what_goes_home():
+    """Two hops of gradients, and one of keys and values each time they go round."""
+    some = BatchCosts(0, 1, 12, ring_last_hop_per_token=8)
+    assert [some.micro_batch(0, 1200, size) - 1200 // size for size in (2, 4, 1200)] == [9600, 12_000, 14_392]
+
+
 def test_without_offloading_a_ring_is_as_small_as_the_capacity_allows():
     lengths = np.array([1, 8192, 8193, 16384, 16385, 2**21])
     assert smallest_rings(lengths, 8192, COSTS, 256).tolist() == [1, 1, 2, 2, 3, 256]
@@ -128,5 +157,5 @@ def test_a_profile_keeps_its_digits():
         copy_s_per_token=1e-8,
         num_layers=32,
     )
-    assert found.numbers == (921, 35_200_000, 23_000_000, 0, 0)
+    assert found.numbers == (921, 35_200_000, 23_000_000, 0, 0, 0)
     assert found.offload == OffloadCosts(32, 1_000_000)

@@ -130,6 +130,22 @@ def test_interleaved_pipelines_never_wait_in_a_circle(problem, name, num_stages,
     check_rings(plan, [plan_training(kind, num_stages, n, virtual_stages, early_updates=True) for n in counts])
 
 
+@given(problem=problems(), num_stages=st.integers(1, 3))
+@settings(max_examples=40)
+def test_balanced_never_takes_longer_than_rings_of_one_size(problem, num_stages):
+    """By the costs; in pipelines where their longest micro-batch is no shorter either."""
+    context = max(1, int(problem.lengths.max(initial=1)))
+    try:
+        theirs = model_times(StaticPlanner(context).plan(problem), problem.ranks, problem.costs)
+    except ConfigError:
+        return
+    planner = BatchSetup("balanced", context, problem.ranks, problem.costs, 1, num_stages).planner_named("balanced")
+    table = planner.plan(problem)
+    check(table, problem, is_aligned=num_stages > 1)
+    ours = model_times(table, problem.ranks, problem.costs)
+    assert ours.makespan <= theirs.makespan or (num_stages > 1 and ours.longest < theirs.longest)
+
+
 def test_interleaved_pipelines_with_unequal_numbers_of_micro_batches_wait_in_a_circle():
     """Why they get equally many: with them a ring's members come to it and to the next one in different orders."""
     problem = make_problem([16, 16, 8, 3, 3], HdpRanks.alike(3, 8))

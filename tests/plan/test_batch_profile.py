@@ -16,8 +16,8 @@ from hpc_train.plan.batch_cost import TICK_S
 from hpc_train.plan.batch_profile import (
     Profile,
     derived_profile,
-    key_value_bytes,
     load_profile,
+    passed_bytes,
     profile_key,
     profile_of,
 )
@@ -117,6 +117,7 @@ def test_costs_are_whole_ticks_of_the_times() -> None:
     assert costs.linear_per_token == round(3.5e-7 / TICK_S)
     # 4 of 8 groups of 128 numbers, keys and values; forward, again, backward in 2 bytes, and gradients in 4.
     assert costs.ring_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * (3 * 2 + 4) / TICK_S, abs=1)
+    assert costs.ring_last_hop_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * 3 * 2 / TICK_S, abs=1)
     assert costs.offload is None
     offload = measured().costs(hdp_config(hdp={"offload": True}), MESH).offload
     assert offload is not None and offload.num_layers == 32 and offload.copy_per_token > 0
@@ -132,7 +133,8 @@ def test_gradients_go_round_in_fp32_and_a_ring_s_latency_is_that_of_all_its_tran
 ) -> None:
     """As `test_the_next_keys_and_values_travel_beside_the_present_block` counts them in real rings."""
     config = hdp_config(train={"precision": precision, "recompute": recompute})
-    assert key_value_bytes(config, MESH) == 2 * 4 * 128 * num_bytes
+    passed = passed_bytes(config, MESH)
+    assert passed.once_round == 2 * 4 * 128 * num_bytes and passed.gradient == 2 * 4 * 128 * 4
     costs = measured(config, ring_s_per_step=1e-6).costs(config, MESH)
     assert costs.ring_per_step == round(num_transfers * 1e-6 / TICK_S)
 

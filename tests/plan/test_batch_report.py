@@ -167,14 +167,17 @@ def test_times_too_far_apart_for_64_bits_are_refused_with_what_they_are() -> Non
         ({"hdp": {"capacity_tokens": 127}}, "capacity_tokens=127 is less than one block of attention .128 tokens"),
         ({"hdp": {"capacity_tokens": 8191}, "parallel": {"sequence_parallel": True}}, "Use capacity_tokens=8190"),
         ({"hdp": {"planner": "static", "offload": True}, "train": {"recompute": "none"}},
-         "offload has no effect with parallel.hdp.planner=static, .* Leave it out, or use another planner"),
-        ({"hdp": {"planner": "static", "capacity_tokens": 1000}}, "or parallel.hdp.offload=true with planner=balanced"),
+         "offload has no effect with parallel.hdp.planner=static, .* Use parallel.hdp.offload=false, or parallel.hdp"),
+        ({"hdp": {"planner": "static", "capacity_tokens": 1000}}, "or parallel.hdp.offload=true, or data.seq_len=12"),
         ({"hdp": {"offload": True}}, "train.recompute=selective does not keep. Use train.recompute=none"),
         ({"hdp": {"offload": True}, "parallel": {"pp": 2, "virtual_stages": 2}, "train": {"recompute": "none"}},
          "offload does not go with parallel.virtual_stages=2: .* Use parallel.virtual_stages=1, or parallel.hdp.off"),
         ({"hdp": {"capacity_tokens": 1000}},
          "data.seq_len=65536 is longer than what 12 hdp ranks of parallel.hdp.capacity_tokens=1000 hold together at "
-         "offload ratio 0, 12000 tokens. Use 66 ranks, capacity_tokens=5462, data.seq_len=12000"),
+         "offload ratio 0, 12000 tokens. Use 132 ranks, or parallel.hdp.capacity_tokens=5462, or parallel.hdp.offload"),
+    ({"hdp": {"capacity_tokens": 128, "offload": True}, "train": {"recompute": "none"}},
+     "capacity_tokens=128 hold together with offloading .(24577 tokens need more to leave than the layers that may|"
+     r"\d+ tokens need the offload ratio 0.\d+), and copies of \d.\d+ hide., \d+ tokens. Use 1024 ranks"),
     ],
 )  # fmt: skip
 def test_sizes_that_no_rank_can_have_are_refused_without_lengths(changes: dict[str, object], said: str) -> None:

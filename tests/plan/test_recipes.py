@@ -7,7 +7,7 @@ import pytest
 from hpc_train.cli import main
 from hpc_train.config import load_config
 from hpc_train.errors import ConfigError, DataError
-from hpc_train.launch.checks import check_before_start, check_sizes
+from hpc_train.launch.checks import check_data_files, check_sizes
 from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
@@ -29,7 +29,7 @@ def test_a_recipe_has_the_published_size_and_fits(name: str) -> None:
     mesh = Mesh.fill(world_size, pp=config.parallel.pp, tp=config.parallel.tp)
     check_memory(config, mesh, 80 * 10**9)
     with pytest.raises(DataError, match=r"your-corpus\.bin: no such file(\n.*)+data\.train\.0\.prefix=PREFIX"):
-        check_before_start(config, mesh)
+        check_data_files(config)
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks", "layers"), [("gpt-175b", 8, 6, 2), ("gpt-530b", 35, 3, 1)])
@@ -65,7 +65,7 @@ def test_a_long_recipe_fits_the_machines_that_it_is_for(name: str) -> None:
     check_sizes(config, mesh)
     check_memory(config, mesh, 80 * 10**9)
     needed = config.data.seq_len // hdp.capacity_tokens
-    with pytest.raises(ConfigError, match=f"Use {needed} ranks"):
+    with pytest.raises(ConfigError, match=f"Use {needed * parallel.pp * parallel.tp} ranks"):
         check_sizes(config, Mesh(parallel.pp, needed - 1, 1, parallel.tp))
 
 

@@ -1,0 +1,87 @@
+"""Changes of settings that a refusal advises, as values: `advice.checked` tries them before they are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+from hpc_train.errors import ConfigError
+
+MOST_TOLD = 4
+
+
+@final
+@dataclass(frozen=True)
+class Change:
+    """Settings by their dotted keys, and perhaps another number of ranks."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int | None = None
+
+    def with_further(self, other: Change) -> Change | None:
+        """Both; None where the other takes back a part of this one."""
+        if other.settings.keys() & self.settings.keys() or (self.num_ranks and other.num_ranks):
+            return None
+        return Change({**self.settings, **other.settings}, self.num_ranks or other.num_ranks)
+
+    def is_within(self, other: Change) -> bool:
+        """Whether the other one does all that this one does."""
+        is_of_ranks = self.num_ranks in (None, other.num_ranks)
+        return is_of_ranks and all(
+            key in other.settings and other.settings[key] == value for key, value in self.settings.items()
+        )
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        words = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+            for key, value in self.settings.items()
+        ]
+        if self.num_ranks is not None:
+            words.append(f"{'on ' if words else ''}{self.num_ranks} ranks")
+        return " ".join(words)
+
+
+class SizesError(ConfigError):
+    """Sizes that do not go together.
+
+    problem: what does not. changes: what may mend it, the likeliest first; whether all other checks accept it, nobody
+    has asked yet. advice: what to say meanwhile; left out, the changes.
+    """
+
+    def __init__(self, problem: str, changes: Sequence[Change], advice: str | None = None) -> None:
+        self.problem, self.changes = problem, tuple(changes)
+        told = f"Use {listed(self.changes[:MOST_TOLD])}" if advice is None and changes else advice
+        super().__init__(f"{problem} {told}" if told else problem)
+
+
+class CostlySizesError(SizesError):
+    """One whose changes and advice are looked for only when they are asked for, since that takes seconds."""
+
+    def __init__(self, problem: str, find: Callable[[], tuple[Sequence[Change], str]]) -> None:
+        super().__init__(problem, ())
+        self._find = find
+
+    @cached_property
+    def found(self) -> tuple[Sequence[Change], str]:
+        return self._find()
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.found[1]}"
+
+
+def listed(changes: Sequence[Change]) -> str:
+    return ", or ".join(map(str, changes))
+
+
+def one_of(key: str, values: Sequence[Any]) -> list[Change]:
+    """A change for each value of a setting."""
+    return [Change({key: value}) for value in values]
+
+
+def nearest(numbers: Sequence[int], to: int) -> list[int]:
+    """Of numbers the few that are nearest to one, the nearest first."""
+    return sorted(numbers, key=lambda number: (abs(number - to), number))[:MOST_TOLD]
