@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_ours_to_say(error):
             print(f"hpc-train: error: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except KeyboardInterrupt:
-        print("hpc-train: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"hpc-train: interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
         return int(ExitCode.INTERNAL)
     except BrokenPipeError:
         # Whoever read our output has enough, as in `hpc-train logs | head`; what is left in the buffer has no reader.
@@ -175,10 +175,10 @@ def _plan(options: argparse.Namespace) -> int:
     return plan_command(options, _lengths_of_step)
 
 
-def _lengths_of_step(config: Config, step: int) -> list[int]:
+def _lengths_of_step(config: Config, step: int, tell: Callable[[int], None]) -> list[int]:
     from hpc_train.data.steps import lengths_of_step
 
-    return lengths_of_step(config, step)
+    return lengths_of_step(config, step, tell)
 
 
 def _profile(options: argparse.Namespace) -> int:

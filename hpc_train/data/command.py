@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpc_train.errors import DataError, ExitCode
+from hpc_train.errors import ExitCode
 
 _BAR_WIDTH = 40
 
@@ -57,10 +57,10 @@ def build_command(args: Namespace, env: Mapping[str, str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _stopping_cleanly() -> Iterator[None]:
-    """Let a SIGTERM, which is how Slurm ends a job, remove the temporary files first."""
+    """Let a SIGTERM, which is how Slurm ends a job, end this as Ctrl-C does: temporary files are removed first."""
 
     def stop(signum: int, frame: object) -> None:
-        raise DataError("stopped by SIGTERM before the dataset was complete; nothing was written.")
+        raise KeyboardInterrupt("stopped by SIGTERM before the dataset was complete; nothing was written")
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:

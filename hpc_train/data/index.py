@@ -460,6 +460,8 @@ def explain_write_error(error: OSError, path: Path, num_bytes: int) -> DataError
             "be lower. "
             "The temporary files were removed. Free space, or choose another --out."
         )
-    if error.errno == errno.ENOENT:
+    if error.errno == errno.ENOENT and not path.parent.is_dir():
         return DataError(f"{path} cannot be written: the folder {path.parent} does not exist. Make it first.")
+    if error.errno == errno.ENOENT:
+        return DataError(f"{path} cannot be written: {path.parent} takes no new files. Choose another --out.")
     return DataError(f"{path} cannot be written: {error.strerror or error}.")

@@ -108,6 +108,8 @@ class Packing:
                 "than "
                 f"seq_len={seq_len}. Give more data, or long_documents=split."
             )
+        # The label of a row's last token is the next one of its document, also where the row ends inside it.
+        self.has_labels = bool(((kept > 0) & (full > 1)).any())
         # An epoch's order takes 24 bytes a document and row, so only one is kept.
         self._epoch: _Epoch | None = None
         self._num_rows: dict[int, int] = {}

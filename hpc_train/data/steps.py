@@ -5,13 +5,14 @@ Whoever holds the same datasets and configuration gets the same steps, so nobody
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from hpc_train.data.blend import Blend, RowRef
 from hpc_train.data.datasets import OpenSource, Sources, open_sources
 from hpc_train.data.packing import Packing
+from hpc_train.errors import DataError
 from hpc_train.plan.batch import BatchPlan, check_batch_sizes, plan_batch_static
 from hpc_train.plan.batch_table import BatchTable
 
@@ -56,14 +57,21 @@ class Steps:
 
         Raises:
             ConfigError: global_batch_size does not divide.
-            DataError: as `open_sources`; a source has no tokens.
+            DataError: as `open_sources`; a source has no tokens, or none has a token that follows another one.
         """
         if batches is None:
             check_batch_sizes(train.global_batch_size, train.micro_batch_size, dp)
         self._data, self._train, self._dp, self._batches = data, train, dp, batches
         self.sources = open_sources(data, vocab_size) if sources is None else sources
         is_packed = batches is None
-        self.blend = _blend(self.sources.train, _pack(self.sources.train, data, train.seed, is_packed))
+        packings = _pack(self.sources.train, data, train.seed, is_packed)
+        if not any(packing.has_labels for packing in packings):
+            raise DataError(
+                f"there is nothing to learn from: no document that data.seq_len={data.seq_len} with "
+                f"data.long_documents={data.long_documents} leaves has a token that follows another one. Give a larger "
+                "data.seq_len, or longer documents."
+            )
+        self.blend = _blend(self.sources.train, packings)
         self.heldout_packings = _pack(self.sources.heldout, data, _HELDOUT_SEED, is_packed)
 
     @property
@@ -121,10 +129,10 @@ class Steps:
         return self.blend.restore(state, self._data.allow_changed_blend)
 
 
-def lengths_of_step(config: Config, number: int) -> list[int]:
+def lengths_of_step(config: Config, number: int, tell: Callable[[int], None] = lambda step: None) -> list[int]:
     """Tokens of each sequence of a step of hybrid data parallelism, the first step being 1.
 
-    The datasets' indices alone say it, and those of earlier steps how far these went.
+    The datasets' indices alone say it, and those of earlier steps how far these went. tell: called with each of them.
 
     Raises:
         DataError: as `open_sources`; a source has no tokens.
@@ -133,7 +141,8 @@ def lengths_of_step(config: Config, number: int) -> list[int]:
     sources = open_sources(data, config.model.vocab_size, by_index=True).train
     blend = _blend(sources, _pack(sources, data, train.seed, is_packed=False))
     lengths: list[int] = []
-    for _ in range(number):
+    for step in range(1, number + 1):
+        tell(step)
         _, lengths = blend.take_tokens(_step_tokens(data, train))
     return lengths
 

@@ -25,8 +25,11 @@ from hpc_train.plan.placement import place
 from hpc_train.plan.run import world_mesh
 from hpc_train.plan.run_files import write_atomically
 
-LengthsOf = Callable[[Config, int], Sequence[int]]
+Tell = Callable[[int], None]
+"""Called with each step that is counted through."""
+LengthsOf = Callable[[Config, int, Tell], Sequence[int]]
 """Tokens of each sequence of a step."""
+_TOLD_EVERY_S = 5.0
 
 
 def batch_command(
@@ -43,9 +46,14 @@ def batch_command(
     lengths_of: tokens of each sequence of a step of a run, which its datasets' indices tell.
 
     Raises:
-        ConfigError: the run has no parallel.hdp, or a step that its ranks cannot hold.
+        ConfigError: the run has no parallel.hdp, not so many steps, or a step that its ranks cannot hold.
         DataError: the datasets cannot be used.
     """
+    if options.batch > config.train.steps:
+        raise ConfigError(
+            f"--batch {options.batch}: the run has steps 1 to {config.train.steps} (train.steps). Give one of them, or "
+            f"plan a longer run by train.steps={options.batch}"
+        )
     report = _report(options.batch, config, order, allocation, found, lengths_of, clock)
     if options.html:
         write_page(Path(options.html), batch_page_html(report))
@@ -72,7 +80,8 @@ def _report(
     figures = hdp_figures(placement, fabric)
     profile = profile_of(config, mesh, figures["link_bytes_per_s"])
     places = (figures["order"], figures["host"], figures["port"])
-    report = report_batch(config, mesh, step, lengths_of(config, step), profile, figures["nodes"], places)
+    lengths = lengths_of(config, step, _teller(step, clock))
+    report = report_batch(config, mesh, step, lengths, profile, figures["nodes"], places)
     # Once more for the time: the first plan of a process loads or compiles its loops.
     begin = clock()
     again = report.setup.plan(step, report.lengths.tolist())
@@ -82,6 +91,21 @@ def _report(
     if fabric is None:
         notes += ("rings go by rank number, since no topology is known",)
     return replace(report, planning_s=seconds, notes=notes)
+
+
+def _teller(last: int, clock: Callable[[], float]) -> Tell:
+    """Says now and then how far counting through the steps is."""
+    begin = told_at = clock()
+
+    def tell(step: int) -> None:
+        nonlocal told_at
+        now = clock()
+        if now - told_at >= _TOLD_EVERY_S:
+            told_at = now
+            left_s = (now - begin) / step * (last - step)
+            log.say(f"counted through step {step} of {last}, {left_s:.0f} s left", sys.stderr)
+
+    return tell
 
 
 def write_page(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.errors import ConfigError
 from hpc_train.log import say
-from hpc_train.observe.run_record import RunRecord, Summary, read_run, summarise
+from hpc_train.observe.run_record import RunRecord, Summary, has_loss, read_run, summarise
 
 REPORT_FILE = "report.md"
 CURVE_FILE = "loss.png"
@@ -77,7 +77,7 @@ def draw_loss(run: RunRecord, summary: Summary, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    taken = [record for record in run.steps if record.get("loss") is not None and not record.get("skipped")]
+    taken = [record for record in run.steps if has_loss(record) and not record.get("skipped")]
     axes.plot([r["step"] for r in taken], [r["loss"] for r in taken], color="#9ab8d3", lw=1.2, label="training loss")
     heldout = [record for record in run.steps if record.get("eval_loss") is not None]
     if heldout:

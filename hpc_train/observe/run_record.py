@@ -89,7 +89,7 @@ def summarise(run: RunRecord) -> Summary:
     """Figures of a run. Rates leave out the first step, which pays for everything that is done once."""
     steady = run.steps[1:] or run.steps
     heldout = [record["eval_loss"] for record in run.steps if record.get("eval_loss") is not None]
-    losses = [record["loss"] for record in run.steps if record.get("loss") is not None]
+    losses = [record["loss"] for record in run.steps if has_loss(record)]
     tokens_per_s, mfu = _median(steady, "tokens_per_s"), _median(steady, "mfu")
     flops = flops_per_token(run.config.model, run.config.data.seq_len)
     return Summary(
@@ -110,6 +110,11 @@ def summarise(run: RunRecord) -> Summary:
         unigram_entropy_nats=run.unigram_entropy_nats,
         notes=run.problems,
     )
+
+
+def has_loss(record: dict[str, Any]) -> bool:
+    """Whether a step had a loss. Earlier versions wrote 0.0 for steps without a supervised token."""
+    return record.get("loss") is not None and record.get("supervised_tokens") != 0
 
 
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:

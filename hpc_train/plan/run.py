@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.errors import LaunchError
 from hpc_train.plan.groups import GroupPlan
+from hpc_train.plan.json_object import Kinds, parse_object
 from hpc_train.plan.mesh import AXES, Mesh
 from hpc_train.plan.parameters import possible_degrees
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 VERSION = 1
 MAX_RANKS_WITH_GROUPS = 4096
 """Above this the groups are left out of the file: they follow from the axes, and would be most of it."""
+
+_KINDS: dict[str, Kinds] = {"version": (int,), "hash": (str,), "world_size": (int,), "axes": (dict,), "ranks": (list,)}
+_WRITE_NEW = "Let `hpc-train run` write a new one"
 
 RANKS_TSV_COLUMNS = (
     "rank", "host", "node_rank", "local_rank", "gpu", "nic", "rail", "slurm_procid", *AXES,
@@ -116,18 +120,18 @@ class Plan:
             LaunchError: not a plan, or its hash does not fit its content.
         """
         try:
-            document = json.loads(text)
+            document = parse_object(text, _KINDS)
             stated = document.pop("hash")
             plan = _from_document(dict(document))
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise LaunchError(
-                f"this is not a plan.json: {type(problem).__name__}: {problem}. Let `hpc-train run` write a new one"
-            ) from problem
+        except KeyError as problem:
+            raise LaunchError(f"this is not a plan.json: it lacks the key {problem}. {_WRITE_NEW}") from problem
+        except (ValueError, TypeError, AttributeError) as problem:
+            raise LaunchError(f"this is not a plan.json: {problem}. {_WRITE_NEW}") from problem
         actual = _hash_of(document)
         if actual != stated:
             raise LaunchError(
                 f"plan.json states the hash {stated}, but its content has {actual}: it was changed or is "
-                "incomplete. Let `hpc-train run` write a new one"
+                f"incomplete. {_WRITE_NEW}"
             )
         return plan
 

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from hpc_train.errors import CheckpointError
+from hpc_train.plan.json_object import check_kind, parse_object
+
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 RANKS_FILE = "ranks.tsv"
@@ -162,9 +165,23 @@ def write_checkpoints_note(run_dir: Path, note: CheckpointsNote) -> None:
 
 
 def read_checkpoints_note(run_dir: Path) -> CheckpointsNote | None:
-    """What is noted in a run folder; None where the checkpoints lie in it."""
-    tree = read_json(run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE)
-    return None if tree is None else CheckpointsNote(str(tree["folder"]), tree.get("newest_step"))
+    """What is noted in a run folder; None where the checkpoints lie in it.
+
+    Raises:
+        CheckpointError: the note says nothing.
+    """
+    path = run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE
+    try:
+        tree = parse_object(path.read_text(encoding="utf-8"), {"folder": (str,)})
+        check_kind("newest_step", tree.get("newest_step"), (int, None))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(
+            f"{path}, which says where the run's checkpoints are, cannot be read: {problem}. Write "
+            '{"folder": "FOLDER OR URL"} into it'
+        ) from problem
+    return CheckpointsNote(tree["folder"], tree.get("newest_step"))
 
 
 def rank_log(run_dir: Path, rank: int) -> Path:

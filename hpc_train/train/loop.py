@@ -28,7 +28,7 @@ from hpc_train.config import Config
 from hpc_train.data.batch_source import Batches
 from hpc_train.data.feed import Feed
 from hpc_train.data.loader import Batch
-from hpc_train.errors import HpcTrainError, LaunchError
+from hpc_train.errors import DataError, HpcTrainError, LaunchError
 from hpc_train.log import say, warn
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.cost import mfu
@@ -113,11 +113,12 @@ def train(run: Run) -> Stopped | None:
         None if it took all of them.
 
     Raises:
-        HpcTrainError: too many steps in a row without finite numbers; a failed save, unless
+        HpcTrainError: too many steps in a row, or all, without finite numbers; a failed save, unless
             checkpoint.on_error=continue.
+        DataError: they had no supervised token.
     """
     config, first_step = run.config, run.step + 1
-    skipped_in_a_row = 0
+    skipped_in_a_row, num_supervised = 0, 0
     _compare_first_plan(run)
     with _collection_at_fixed_steps():
         while run.step < config.train.steps:
@@ -131,13 +132,14 @@ def train(run: Run) -> Stopped | None:
             record = _record(run, result, lr, time.perf_counter() - begin)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             run.skipped_steps += result.skipped
+            num_supervised += result.num_supervised
             evaluates = config.train.eval_every and _is_due(run.step, config.train.eval_every, config.train.steps)
             if evaluates and result.has_same_plan:
                 record["eval_loss"] = evaluate(run)
             if run.metrics is not None:
                 run.metrics.write(record)
             if skipped_in_a_row >= config.train.max_skipped_steps:
-                raise HpcTrainError(_no_finite_steps(run, skipped_in_a_row))
+                raise _nothing_learnt(run, skipped_in_a_row, num_supervised)
             run.stop.completed_step(time.perf_counter() - begin)
             run.saver.look()
             last_step = config.train.steps if config.checkpoint.at_end else 0
@@ -157,6 +159,8 @@ def train(run: Run) -> Stopped | None:
                 gc.collect()
         run.trainer.finish()
         run.saver.finish()
+        if run.skipped_steps == run.step:
+            raise _nothing_learnt(run, run.step, num_supervised)
     return None
 
 
@@ -333,12 +337,23 @@ def _is_due(step: int, every: int, last_step: int) -> bool:
     return (every > 0 and step % every == 0) or step == last_step
 
 
-def _no_finite_steps(run: Run, count: int) -> str:
-    return (
-        f"{count} steps in a row up to step {run.step} gave no finite loss and gradient norm, or no supervised token, "
-        "and were skipped. Lower optimizer.lr, look at the data, or raise train.max_skipped_steps; the last "
-        "checkpoint is from before."
-    )
+def _nothing_learnt(run: Run, count: int, num_supervised: int) -> HpcTrainError:
+    """For all ranks to raise alike. num_supervised: tokens of all steps of this start."""
+    last = "" if count == run.step else " The last checkpoint of use is from before."
+    error: HpcTrainError
+    if num_supervised:
+        error = HpcTrainError(
+            f"{count} steps in a row up to step {run.step} gave no finite loss and gradient norm, or no supervised "
+            "token, and were skipped. Lower optimizer.lr, look at the data, or raise train.max_skipped_steps." + last
+        )
+    else:
+        error = DataError(
+            f"{count} steps in a row up to step {run.step} had no supervised token, so nothing was learnt. A token is "
+            "supervised if it follows another one in its document's row and its loss mask, if there is one, says so: "
+            "look at these by `hpc-train data show`, or give a larger data.seq_len." + last
+        )
+    error.reporter = 0
+    return error
 
 
 @contextmanager

@@ -79,7 +79,13 @@ def sequence_sizes(longest: int, unit: int) -> tuple[int, int]:
     return max(2, longest // block) * block, block
 
 
-def time_layer(config: Config, groups: Groups, device: torch.device, longest: int, repeats: int) -> LayerTimes:
+Tell = Callable[[str], object]
+"""Hears what is being measured, and what it will take."""
+
+
+def time_layer(
+    config: Config, groups: Groups, device: torch.device, longest: int, repeats: int, tell: Tell = str
+) -> LayerTimes:
     """Time a layer of this rank with full attention, whatever windows the model has. Collective over the tp group.
 
     longest: tokens of a sequence that the rank can hold.
@@ -107,11 +113,14 @@ def time_layer(config: Config, groups: Groups, device: torch.device, longest: in
         def once(stream: torch.Tensor = stream, inputs: Inputs = inputs) -> None:
             model.hidden(stream, inputs).sum().backward()
 
-        times.append(least_time(once, device, repeats))
+        what = f"a layer with {count} {'sequence' if count == 1 else 'sequences'} of {tokens} tokens"
+        times.append(least_time(once, device, repeats, what, tell))
     return LayerTimes(length, block, *times)
 
 
-def time_ring(num_elements: int, dtype: torch.dtype, group: Group, device: torch.device, repeats: int) -> Line:
+def time_ring(
+    num_elements: int, dtype: torch.dtype, group: Group, device: torch.device, repeats: int, tell: Tell = str
+) -> Line:
     """Of passing bytes on to the next rank while the one before passes as many: by bytes. Collective over the group."""
     ahead, behind = (group.group_rank + 1) % group.group_size, (group.group_rank - 1) % group.group_size
     times, sizes = [], (max(1, num_elements // 8), num_elements)
@@ -122,11 +131,12 @@ def time_ring(num_elements: int, dtype: torch.dtype, group: Group, device: torch
             for under_way in begin_shift([sent], [received], group, to_rank=ahead, from_rank=behind):
                 under_way.wait()
 
-        times.append(least_time(once, device, repeats))
+        what = f"passing on {count * dtype.itemsize} bytes in a ring of {group.group_size}"
+        times.append(least_time(once, device, repeats, what, tell))
     return line_of(*(count * dtype.itemsize for count in sizes), *times)
 
 
-def time_copy(num_bytes: int, device: torch.device, repeats: int) -> float:
+def time_copy(num_bytes: int, device: torch.device, repeats: int, tell: Tell = str) -> float:
     """Seconds a byte between device and host memory, the slower way; on a CPU between two buffers."""
     kept = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -137,21 +147,24 @@ def time_copy(num_bytes: int, device: torch.device, repeats: int) -> float:
     def back() -> None:
         kept.copy_(host, non_blocking=True)
 
-    return max(least_time(way, device, repeats) for way in (out, back)) / num_bytes
+    what = f"a copy of {num_bytes} bytes between device and host"
+    return max(least_time(way, device, repeats, what, tell) for way in (out, back)) / num_bytes
 
 
-def least_time(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+def least_time(action: Callable[[], object], device: torch.device, repeats: int, what: str, tell: Tell = str) -> float:
     """Seconds of an action, the device's work in it: the least of several times, as what disturbs only makes it longer.
 
     The first time does not count.
     """
     times = []
-    for _ in range(repeats + 1):
+    for number in range(repeats + 1):
         _await(device)
         begin = time.perf_counter()
         action()
         _await(device)
         times.append(time.perf_counter() - begin)
+        if number == 0:
+            tell(f"{what}: {repeats} more times, {repeats * times[0]:.3g} s at most")
     return min(times[1:])
 
 

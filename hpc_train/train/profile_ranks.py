@@ -33,7 +33,7 @@ from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit
 from hpc_train.plan.run_files import write_atomically
-from hpc_train.train.profile_layer import LayerTimes, time_copy, time_layer, time_ring
+from hpc_train.train.profile_layer import LayerTimes, Tell, time_copy, time_layer, time_ring
 
 _ALIKE = 0.05
 """Assumed: nodes whose times differ by less are alike, and it is noise."""
@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = build_groups(world)
     try:
         world.agree(_too_few(groups.mesh))
-        report = world.control.all_gather(measure_rank(config, groups, world.device, options.repeats, world.node))
+        tell = say if world.rank == 0 else str
+        own = measure_rank(config, groups, world.device, options.repeats, world.node, tell)
+        report = world.control.all_gather(own)
         profile, error = None, None
         if world.rank == 0:
             try:
@@ -74,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_rank(config: Config, groups: Groups, device: torch.device, repeats: int, node: str) -> dict[str, Any]:
+def measure_rank(
+    config: Config, groups: Groups, device: torch.device, repeats: int, node: str, tell: Tell = str
+) -> dict[str, Any]:
     """This rank's times, as JSON. Collective over all ranks, the hdp axis having two at least."""
     hdp, tp = groups.along("dp"), groups.mesh.tp
     longest = micro_batch_shape(config)[1]
@@ -82,9 +86,9 @@ def measure_rank(config: Config, groups: Groups, device: torch.device, repeats: 
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     width = 2 * len(split.kv_heads(config.model)) * config.model.head_size
     activations = block_bytes(config, split, shape_of(config, groups.mesh, split, is_masked=False), "cuda", 0)
-    layer = time_layer(config, groups, device, longest, repeats)
-    ring = time_ring(longest * width, dtype, hdp, device, repeats)
-    copy = time_copy(min(activations, _MOST_COPIED), device, repeats)
+    layer = time_layer(config, groups, device, longest, repeats, tell)
+    ring = time_ring(longest * width, dtype, hdp, device, repeats, tell)
+    copy = time_copy(min(activations, _MOST_COPIED), device, repeats, tell)
     return {
         "node": node,
         "layer": asdict(layer),

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step over all ranks. loss: nats per supervised token; grad_norm: of the mean gradient.
+    """Figures of one step over all ranks. loss: nats per supervised token; grad_norm: of the mean gradient; both are
+    NaN in a step without a supervised token.
 
     stop_wanted: some rank wants the run to stop after this step. mean_length: of the sequences of tokens in pieces, 0
     where batches are rows. has_same_plan: all ranks have the same plan of the next step.
@@ -133,12 +134,12 @@ class Trainer:
         has_same_plan = digest is None or is_same_digest(sums[len(counts) :], digest, self.groups.world.group_size)
         recorder.anchor()  # the device has given the sums, so it has nothing left to do
         skipped = not (math.isfinite(loss_sum) and math.isfinite(square) and supervised > 0)
-        grad_norm = math.sqrt(square) / supervised if supervised else 0.0
+        grad_norm = math.sqrt(square) / supervised if supervised else math.nan
         updated = () if self._early is None else self._early.settle(None if skipped else grad_norm)
         if not skipped:
             with recorder.segment("optimizer"):
                 self._update(lr, self._gradient_scale(grad_norm) / supervised, updated)
-        loss = loss_sum / supervised if supervised else 0.0
+        loss = loss_sum / supervised if supervised else math.nan
         mean_length = lengths / tokens if tokens else 0.0
         return StepResult(
             loss, grad_norm, int(tokens), int(supervised), skipped, wishes > 0, mean_length, has_same_plan

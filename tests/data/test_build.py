@@ -382,19 +382,10 @@ def running_build(tmp_path):
         write_jsonl(tmp_path / f"{i:02}.jsonl", rows)
     (tmp_path / "out").mkdir()
     code = """
-        import os, sys
-        from hpc_train.data.arguments import add_data_parser
-        from hpc_train.data.command import run_data_command
-        from hpc_train.errors import HpcTrainError
-        import argparse
+        import sys
+        from hpc_train.cli import main
         if __name__ == "__main__":
-            parser = argparse.ArgumentParser()
-            add_data_parser(parser.add_subparsers())
-            try:
-                sys.exit(run_data_command(parser.parse_args(sys.argv[1:]), dict(os.environ)))
-            except HpcTrainError as error:
-                print(error, file=sys.stderr)
-                sys.exit(error.exit_code)
+            sys.exit(main(sys.argv[1:]))
     """
     (tmp_path / "go.py").write_text(textwrap.dedent(code))
     arguments = [
@@ -446,7 +437,7 @@ def test_a_terminated_build_removes_its_files_and_workers(running_build):
     workers = children_of(process.pid)
     for pid in [*workers, process.pid]:
         os.kill(pid, signal.SIGTERM)
-    assert process.wait(30) == 4
+    assert process.wait(30) == 1
     assert "stopped by SIGTERM" in process.stderr.read()
     assert list(out.iterdir()) == []
     wait_until_gone(workers)

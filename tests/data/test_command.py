@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 
@@ -141,6 +142,33 @@ def built(corpus, tmp_path):
     out = tmp_path / "set"
     run("build", corpus, "--tokenizer", "byte", "--out", out, "--workers", "1")
     return out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("[1]", "it is a list, and not a JSON object"),
+        ("3", "it is a whole number, and not a JSON object"),
+        ({"hpc_train_version": None}, "its key 'hpc_train_version' is null, and not text"),
+        ({"num_tokens": "many"}, "its key 'num_tokens' is text, and not a whole number"),
+        ({"num_documents": True}, "its key 'num_documents' is true or false, and not a whole number"),
+        ({"skipped": []}, "its key 'skipped' is a list, and not an object"),
+        ({"skipped": {"empty": "x"}}, "its key 'skipped.empty' is text"),
+        ("idx_sha256", "it lacks the key 'idx_sha256'"),
+        ("hpc_train_version", "it lacks the key 'hpc_train_version'"),
+    ],
+)
+def test_a_side_file_that_is_none_is_refused_with_its_key(built, change, said):
+    path = built.with_suffix(".json")
+    document = json.loads(path.read_text())
+    if isinstance(change, dict):
+        path.write_text(json.dumps({**document, **change}))
+    elif change in document:
+        path.write_text(json.dumps({key: value for key, value in document.items() if key != change}))
+    else:
+        path.write_text(change)
+    with pytest.raises(DataError, match=f"set.json cannot be read: {re.escape(said)}"):
+        show(built)
 
 
 def test_verify_finds_an_id_that_changed(built, capsys):

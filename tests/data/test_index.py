@@ -354,6 +354,11 @@ def test_a_missing_folder_is_named(tmp_path):
         TokenFileWriter(tmp_path / "nowhere" / "set", np.uint16)
 
 
+def test_a_folder_that_takes_no_files_is_not_called_missing():
+    with pytest.raises(DataError, match=r"/proc takes no new files. Choose another --out"):
+        TokenFileWriter("/proc/set", np.uint16)
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
     """A real limit on the size of files stands for the disk."""
     code = """

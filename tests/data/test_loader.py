@@ -363,6 +363,15 @@ def test_a_dataset_without_tokens_is_refused(tmp_path, documents):
         load(write(tmp_path / "set", documents))
 
 
+def test_data_of_which_no_token_follows_another_is_refused(tmp_path):
+    prefix = write(tmp_path / "set", [[1, 2, 3], [4]])
+    for seq_len in (2, 1):
+        with pytest.raises(DataError, match=f"nothing to learn from: .*seq_len={seq_len} with .*long_documents=drop"):
+            load(prefix, seq_len=seq_len, long_documents="drop")
+    for policy in ("split", "truncate"):
+        load(prefix, seq_len=1, long_documents=policy)
+
+
 def test_configurations_are_read_by_attribute_only(sixty):
     """A user's own training script may pass any object with these fields."""
     data = SimpleNamespace(

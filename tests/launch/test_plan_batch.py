@@ -70,13 +70,14 @@ def test_rings_are_laid_along_a_fabric(capsys: pytest.CaptureFixture[str]) -> No
         (("parallel.hdp.profile=none.json",), 2, "parallel.hdp.profile=none.json cannot be read"),
         (("parallel.hdp=null",), 2, "Give parallel.hdp.capacity_tokens=TOKENS"),
         (("train.micro_batch_size=2",), 2, "micro_batch_size=2 has no effect with parallel.hdp"),
+        (("train.steps=3", "--batch", "4"), 2, "--batch 4: the run has steps 1 to 3 (train.steps)"),
         (("--groups", "--json"), 2, "--groups has no effect with --batch"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_words(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, said: str
 ) -> None:
-    found, out, err = plan(capsys, *WORDS, *words, *NODES, "--batch", "1")
+    found, out, err = plan(capsys, "--batch", "1", *WORDS, *words, *NODES)
     assert (found, out) == (code, "") and said in err
 
 

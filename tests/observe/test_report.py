@@ -34,13 +34,14 @@ def _line(step: int, **changes: object) -> dict:
 
 def test_figures_come_from_the_metrics_and_the_corpus(tmp_path):
     lines = [
-        _line(1, tokens_per_s=1.0),
-        _line(2, eval_loss=5.5),
-        _line(3, skipped=True, loss=None),
+        _line(1, tokens_per_s=1.0, skipped=True, loss=0.0, supervised_tokens=0),  # as earlier versions wrote it
+        _line(2, eval_loss=5.5, supervised_tokens=90),
+        _line(3, skipped=True, loss=None, supervised_tokens=0),
         _line(4, eval_loss=4.2),
     ]
     summary = summarise(read_run(_run(tmp_path, lines)))
-    assert (summary.ranks, summary.steps, summary.skipped_steps, summary.tokens) == (4, 4, 1, 400)
+    assert (summary.ranks, summary.steps, summary.skipped_steps, summary.tokens) == (4, 4, 2, 400)
+    assert (summary.first_loss, summary.last_loss) == (5.8, 5.6)
     assert (summary.heldout_loss, summary.best_heldout_loss) == (4.2, 4.2)
     assert summary.gain_nats == pytest.approx(0.8)
     assert summary.tokens_per_s == 100.0  # the first step pays for what is done once

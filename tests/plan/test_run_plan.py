@@ -62,8 +62,12 @@ def test_a_changed_or_cut_plan_file_is_refused() -> None:
     text = plan_mesh(Mesh(pp=1, dp=2, cp=1, tp=1), allocation(2)).to_json()
     with pytest.raises(LaunchError, match="was changed or is incomplete"):
         Plan.from_json(text.replace('"gpu": 1', '"gpu": 2'))
-    for broken in (text[:-20], "[]", "{}", '{"hash": "x"}'):
-        with pytest.raises(LaunchError, match=r"not a plan\.json"):
+    for broken, said in (
+        (text[:-20], "Unterminated string"), ("[]", "a list, and not a JSON object"), ("{}", "lacks the key 'version'"),
+        (text.replace('"world_size": 2', '"world_size": "2"'), "its key 'world_size' is text, and not a whole number"),
+        (text.replace('"gpu": 1', '"slot": 1'), "lacks the key 'gpu'"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=rf"not a plan\.json: .*{said}.*Let `hpc-train run` write a new one"):
             Plan.from_json(broken)
 
 

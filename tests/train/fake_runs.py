@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +23,14 @@ from hpc_train.train.step import StepResult
 
 @dataclass
 class FakeTrainer:
-    """Notes what it is given. step_s: of each step; same_until: the last with whose end all have the same next plan."""
+    """Notes what it is given. step_s: of each step; same_until: the last with whose end all have the same next plan.
+
+    supervised: tokens of each step.
+    """
 
     step_s: float = 0.0
     same_until: int = 1_000_000
+    supervised: int = 8
     is_inside: bool = False
     is_finished: bool = False
     evaluated: list[Any] = field(default_factory=list)
@@ -39,7 +44,9 @@ class FakeTrainer:
             pass
         wanted = stop_wanted()
         self.is_inside = False
-        return StepResult(1.0, 1.0, 8, 8, False, wanted, has_same_plan=number <= self.same_until)
+        loss = 1.0 if self.supervised else math.nan
+        is_skipped = not self.supervised
+        return StepResult(loss, loss, 8, self.supervised, is_skipped, wanted, has_same_plan=number <= self.same_until)
 
     def finish(self) -> None:
         self.is_finished = True

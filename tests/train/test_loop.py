@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.comm.control import Compared, SingleControl
 from hpc_train.data.batch_source import HeldoutPart
-from hpc_train.errors import LaunchError
+from hpc_train.errors import DataError, LaunchError
 from hpc_train.train import loop
 from tests.train.fake_runs import FakeRun, FakeTrainer, fake_run
 
@@ -71,3 +71,15 @@ def test_a_first_plan_that_differs_is_refused_before_any_step(tmp_path: Path, mo
     with pytest.raises(LaunchError, match="ranks planned step 1 differently") as caught:
         loop.train(fake.run)
     assert fake.records == [] and caught.value.reporter == 0
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(2, 2), (9, 3)])
+def test_a_run_that_trains_on_nothing_ends_with_an_error_of_its_data(
+    steps: int, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, or after train.max_skipped_steps, which are 3 here."""
+    fake = fake_run(tmp_path, monkeypatch, steps=steps, trainer=FakeTrainer(supervised=0))
+    with pytest.raises(DataError, match=f"{taken} steps in a row up to step {taken} had no supervised token") as caught:
+        loop.train(fake.run)
+    assert len(fake.records) == taken and caught.value.reporter == 0
+    assert fake.saved == [(2, True)] * (steps == taken)

@@ -156,7 +156,7 @@ def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder)
         (["train.global_batch_size=5"], ExitCode.USAGE, "global_batch_size=5 is not a multiple of dp"),
         (["train.stepz=5"], ExitCode.USAGE, "did you mean steps"),
         (["parallel.dp=3"], ExitCode.USAGE, "2 ranks do not fill a mesh"),
-        (["parallel.pp=2"], ExitCode.USAGE, "Use parallel.pp=1 or less, or more layers"),
+        (["parallel.pp=2"], ExitCode.USAGE, "Use parallel.pp=1."),
         (["parallel.tp=2", "model.num_heads=1"], ExitCode.USAGE, "parallel.tp=2 does not split model.num_heads=1"),
         (
             ["parallel.pp=2", "model.num_layers=2", "train.global_batch_size=1"],

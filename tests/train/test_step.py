@@ -105,7 +105,7 @@ def test_a_step_with_nan_or_without_labels_is_skipped_on_all_ranks_alike():
     (first, weights_0), (second, weights_1) = run_ranks(_train_with_bad_steps, 2)
     assert [skipped for _, skipped, _ in first] == [False, True, True, False]
     assert [skipped for _, skipped, _ in second] == [False, True, True, False]
-    assert first[2] == (0.0, True, 0)
+    assert math.isnan(first[2][0]) and first[2][1:] == (True, 0)
     assert torch.equal(weights_0, weights_1)
     assert torch.isfinite(weights_0).all()
 
