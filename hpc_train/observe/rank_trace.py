@@ -23,8 +23,8 @@ _ROW_BYTES = 8 * len(COLUMNS)
 _LONGEST_LINE_BYTES = 1 << 20
 _FIRST_WORD = sealed_line({"columns": COLUMNS})[:10]
 
-NO_END = "no end in its file, as of a rank that still runs or was killed: what it recorded last may be missing"
-NOTHING_WHOLE = "nothing whole in its file, as of a rank that was killed at its start"
+NO_END = "the file has no end, as of a rank that still runs or was killed; what was recorded last may be missing"
+NOTHING_WHOLE = "the file has nothing whole, as of a rank that was killed at its start"
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class _Reader:
             start = self._file.tell() - len(line)
             if not line.endswith(b"\n") and len(line) < _LONGEST_LINE_BYTES:
                 behind = "its first line" if step is None else f"a block of step {step}"
-                return f"its file cut short behind {behind}: what came there is missing"
+                return f"the file is cut short behind {behind}; what came there is missing"
             head = unsealed(line)
             if head is None:
                 raise self._damaged(start, rank)
             step, num_bytes = head["step"], head["rows"] * _ROW_BYTES
             if self._file.tell() + num_bytes > self._size:
                 return (
-                    f"its file cut short in a block of step {step}: its {head['rows']} segments are left out, and what "
-                    "came behind is missing"
+                    f"the file is cut short in a block of step {step}; its {head['rows']} segments are left out, and "
+                    "what came behind is missing"
                 )
             self._names += [Name(**{**name, "kind": Kind(name["kind"])}) for name in head["names"]]
             self._dropped = max(self._dropped, head["dropped"])

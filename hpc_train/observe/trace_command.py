@@ -123,4 +123,4 @@ def _missing(traces: Sequence[RankTrace]) -> list[str]:
     for trace in traces:
         if trace.missing:
             by_words.setdefault(trace.missing, []).append(trace.rank)
-    return [f"rank {ranges_text(ranks)}: {words}" for words, ranks in by_words.items()]
+    return [f"rank{'s' * (len(ranks) > 1)} {ranges_text(ranks)}: {words}" for words, ranks in by_words.items()]

@@ -258,14 +258,14 @@ def test_a_file_that_the_end_of_the_job_cut_short_is_read_up_to_there(tmp_path: 
         path.write_bytes(whole[:length])
         trace = read_rank(folder, 0)
         assert trace.missing
-        seen.add((trace.missing.partition(":")[0], *sorted(trace.rows)))
+        seen.add((trace.missing.partition(";")[0], *sorted(trace.rows)))
         assert set(read_rank(folder, 0, range(2, 3)).rows) == set(trace.rows) & {2}
     # Of each step 4 rows: cut in its block, cut behind it, and not cut but without the end that closing writes.
     for step in (1, 2, 3):
         before, own = range(1, step), range(1, step + 1)
-        assert (f"its file cut short in a block of step {step}", *before) in seen
-        assert (f"its file cut short behind a block of step {step}", *own) in seen
-    assert ("nothing whole in its file, as of a rank that was killed at its start",) in seen
+        assert (f"the file is cut short in a block of step {step}", *before) in seen
+        assert (f"the file is cut short behind a block of step {step}", *own) in seen
+    assert ("the file has nothing whole, as of a rank that was killed at its start",) in seen
 
 
 def test_each_flipped_byte_of_a_file_is_told(tmp_path: Path) -> None:
