@@ -307,6 +307,7 @@ class CheckpointConfig(Section):
 
     folder: a folder or URL (hdfs://...) below which each run keeps them, as NAME/ID; left out: in the run folder.
     init_from: a checkpoint or run folder, or a URL, whose weights a run without a checkpoint of its own begins with.
+    allow_changed_model: what in the section `model` may differ from what the weights were trained with.
     writer: the node agents, beside the training, or the ranks, which wait; auto: agents while every node has one.
     when_busy: what a save does that is due while agents write the one before. write_bytes_per_s: the most that a
     node's agent writes. finish_s: how long agents may write on when the ranks have ended. local: copies on the nodes'
@@ -317,8 +318,9 @@ class CheckpointConfig(Section):
     keep: NonNegative = 0
     at_end: bool = True
     resume: bool = True
-    folder: str | None = None
-    init_from: str | None = None
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None
+    allow_changed_model: tuple[Literal["rope_theta", "attention_window", "norm_eps"], ...] = ()
     on_error: Literal["stop", "continue"] = "stop"
     writer: Literal["auto", "agent", "rank"] = "auto"
     when_busy: Literal["wait", "skip"] = "wait"

@@ -45,27 +45,48 @@ def ls_command(args: Namespace) -> int:
 def verify_command(args: Namespace) -> int:
     from hpc_train.checkpoint.folders.find import checkpoints_folder, find_checkpoint, is_checkpoint
     from hpc_train.checkpoint.folders.folder import steps_newest_first
-    from hpc_train.checkpoint.folders.verify import verify
-    from hpc_train.checkpoint.progress import Progress
     from hpc_train.checkpoint.stores.location import locate
 
     path = locate(args.path)
-    chosen = [path]
-    if not is_checkpoint(path):
+    every: list[Location] = []
+    if args.all and path.is_folder() and not is_checkpoint(path):
         every = [found for _, found in steps_newest_first(checkpoints_folder(path))]
-        chosen = every if args.all and every else [find_checkpoint(path)]
-    damaged = 0
-    for checkpoint in chosen:
-        try:
-            with Progress(f"reading {checkpoint.name}") as progress:
-                problems = list(verify(checkpoint, progress))
-        except CheckpointError as error:
-            problems = [str(error)]
-        damaged += bool(problems)
-        print(f"{checkpoint}: {'damaged' if problems else 'sound'}", flush=True)
+    bad = 0
+    for checkpoint in every or [find_checkpoint(path)]:
+        verdict, problems = _verified(checkpoint)
+        bad += bool(problems)
+        print(f"{checkpoint}: {verdict}", flush=True)
         for problem in problems:
             print(f"  {problem}")
-    return ExitCode.CHECKPOINT if damaged else ExitCode.DONE
+    return ExitCode.CHECKPOINT if bad else ExitCode.DONE
+
+
+def _verified(checkpoint: Location) -> tuple[str, list[str]]:
+    """In a word what a checkpoint is, all of which is read, and why it cannot be used.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    from hpc_train.checkpoint.folders.folder import MisnamedError, read_committed
+    from hpc_train.checkpoint.folders.verify import verify
+    from hpc_train.checkpoint.format.manifest import NewerFormatError, read_manifest
+    from hpc_train.checkpoint.progress import Progress
+    from hpc_train.checkpoint.stores.store import is_outage
+
+    try:
+        with Progress(f"reading {checkpoint.name}") as progress:
+            problems = list(verify(checkpoint, progress))
+        if not problems and read_manifest(checkpoint).step > 0:  # a conversion is of step 0, whatever its name
+            read_committed(checkpoint)
+    except NewerFormatError as error:
+        return "of a newer version", [str(error)]
+    except MisnamedError as error:
+        return "misnamed", [str(error)]
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
+        problems = [str(error)]
+    return "damaged" if problems else "sound", problems
 
 
 def convert_command(args: Namespace) -> int:

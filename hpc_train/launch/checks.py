@@ -149,14 +149,16 @@ def compare_with_earlier(run_dir: Path, config: Config) -> Comparison:
     """Lines on what changed since the last attempt in this folder.
 
     Raises:
-        ConfigError: the model changed after the run took steps, so that what it left in the folder would not fit.
+        ConfigError: the model changed after the run took steps, so that what it left in the folder would not fit, in
+            more than checkpoint.allow_changed_model says.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         return Comparison((), None)
     earlier = load_config(path).model_dump(mode="json")
     changed = list(differing_keys(earlier, config.model_dump(mode="json")))
-    in_model = [line for line in changed if line.startswith("model.")]
+    meant = tuple(f"model.{name}: " for name in config.checkpoint.allow_changed_model)
+    in_model = [line for line in changed if line.startswith("model.") and not line.startswith(meant)]
     if in_model and _has_begun(run_dir):
         raise ConfigError(
             f"the run folder {run_dir} belongs to a run with another model, whose steps and checkpoints do not fit: "

@@ -91,7 +91,7 @@ def drive(request: RunRequest, env: Mapping[str, str], found: Found) -> int:
     host = socket.gethostname()
     asked = asked_run_dir(request, env)
     report = None
-    if asked is None or not asked.exists():
+    if asked is None or not os.path.exists(asked):  # which takes names of any length
         # What is wrong already must not leave a folder; in one that is there it is recorded below.
         report = make_report(request, job, host, env)
     run_dir = asked or default_run_dir(request.config, found, job)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -42,6 +43,9 @@ ATTEMPTS_FILE = "attempts.jsonl"
 SUBMIT_FILE = "submit.sh"
 REQUEST_FILE = "plan.request.json"
 
+_STEP_FOLDER = re.compile(r"step_\d{7,}")
+_MANIFEST_STEP, _MANIFEST_HEAD_BYTES = re.compile(rb'"step": ?(\d+)'), 100
+"""Where the manifest of a checkpoint tells its step, behind its version; all of it may have many megabytes."""
 
 _CLAIM_TRIES = 100
 """At 20 ms each; a claim takes a few operations on files, so two seconds are long."""
@@ -214,13 +218,26 @@ def read_attempts(run_dir: Path, problems: list[str] | None = None) -> list[dict
 
 
 def newest_saved_step(run_dir: Path) -> int | None:
-    """The highest step with a checkpoint that was committed, sound or not; None if there is none."""
+    """The highest step with a checkpoint that was committed, sound or not; None if there is none.
+
+    A copy under the name of another step is none: it would be the newest one for good.
+    """
     note = read_checkpoints_note(run_dir)
     if note is not None:
         return note.newest_step
     folders = (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
-    steps = [int(path.name.removeprefix("step_")) for path in folders if path.name.removeprefix("step_").isdecimal()]
-    return max(steps, default=None)
+    steps = {int(path.name.removeprefix("step_")): path for path in folders if _STEP_FOLDER.fullmatch(path.name)}
+    return next((step for step in sorted(steps, reverse=True) if _told_step(steps[step]) in (None, step)), None)
+
+
+def _told_step(checkpoint: Path) -> int | None:
+    """The step that a checkpoint itself tells, in the first words of its manifest; None where they tell none."""
+    try:
+        with (checkpoint / "manifest.json").open("rb") as file:
+            told = _MANIFEST_STEP.search(file.read(_MANIFEST_HEAD_BYTES))
+    except OSError:
+        return None
+    return int(told[1]) if told else None
 
 
 def num_stalled(run_dir: Path, job_id: str | None) -> int:

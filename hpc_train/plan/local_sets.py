@@ -24,11 +24,15 @@ class FoundPart:
 
 @dataclass(frozen=True)
 class WholeSet:
-    """A save of which every part is at hand. at: by the save's node, the node that reads its part today."""
+    """A save of which every part is at hand.
+
+    at: by the save's node, the node that reads its part today. num_copies: how many nodes have each part, at least.
+    """
 
     step: int
     token: str
     at: tuple[int, ...]
+    num_copies: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def choose_sets(found: Iterable[FoundPart], at_least: int) -> tuple[list[WholeSe
         if missing:
             broken.append(BrokenSet(step, token, num_nodes, missing))
         else:
-            whole.append(WholeSet(step, token, _readers(by_node, num_nodes)))
+            num_copies = min(map(len, by_node.values()))
+            whole.append(WholeSet(step, token, _readers(by_node, num_nodes), num_copies))
     return whole, broken
 
 

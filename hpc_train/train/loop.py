@@ -15,8 +15,11 @@ from typing import Any
 from hpc_train.checkpoint.copies.lineage import Lineage, forget_lineage, note_lineage
 from hpc_train.checkpoint.copies.local_folder import folder_of_run
 from hpc_train.checkpoint.copies.local_saves import LocalCopies, LocalFolder
-from hpc_train.checkpoint.folders.attempt import attempt_of
+from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE, attempt_of
+from hpc_train.checkpoint.folders.find import model_of_values
 from hpc_train.checkpoint.folders.run_location import run_location
+from hpc_train.checkpoint.format.model_function import require_function
+from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.loading.load import Loaded
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import Location
@@ -57,6 +60,7 @@ class Run:
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
     checkpoints: Location = field(init=False)
+    attempt: str | None = field(init=False)
     copies: LocalCopies | None = field(init=False)
     saver: Saver = field(init=False)
 
@@ -65,6 +69,7 @@ class Run:
         env = process_env()
         job_key = read_job_key(env)
         agent = None if job_key is None else (job_key, this_node(env))
+        self.attempt = None if job_key is None else attempt_of(job_key)
         self.copies = _local_copies(self.config, self.run_dir, self.world, attempt_of(job_key or ""))
         self.saver = Saver(
             self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,
@@ -236,10 +241,15 @@ def _different_plans(step: str) -> LaunchError:
 
 
 def restore(run: Run, loaded: Loaded) -> None:
-    """Go on behind a checkpoint whose tensors `load_newest` has put in place. Collective over all ranks."""
+    """Go on behind a checkpoint whose tensors `load_newest` has put in place. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank: they were trained as another model.
+    """
+    _compare_model(run, loaded)
     run.step = loaded.step
     if run.copies is not None:
-        run.copies.loaded(loaded.local_token, loaded.store_step)
+        run.copies.loaded(loaded.local_tokens, loaded.local_twice, loaded.store_step)
     run.skipped_steps = int(loaded.values["skipped_steps"])
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
     changes = run.feed.restore(loaded.values["loader"])
@@ -248,6 +258,20 @@ def restore(run: Run, loaded: Loaded) -> None:
         say(f"resumed from {loaded.path} at step {loaded.step}")
         for change in changes:
             warn(f"the blend changed (data.allow_changed_blend=true): {change}")
+
+
+def _compare_model(run: Run, loaded: Loaded) -> None:
+    error = None
+    if run.world.rank == 0:
+        try:
+            there = model_of_values(loaded.values, loaded.path)
+            here = ModelSpec(run.config.model, run.config.data.seq_len)
+            if there is not None:
+                for change in require_function(loaded.path, there, here, run.config.checkpoint.allow_changed_model):
+                    say(f"{change} (checkpoint.allow_changed_model)")
+        except HpcTrainError as problem:
+            error = problem
+    run.world.agree(error)
 
 
 def note_copies(run: Run, loaded: Loaded | None) -> None:
@@ -262,8 +286,8 @@ def note_copies(run: Run, loaded: Loaded | None) -> None:
             if run.copies is None:
                 forget_lineage(run.checkpoints)
             else:
-                token = None if loaded is None else loaded.local_token
-                note_lineage(run.checkpoints, Lineage(run.copies.folder.attempt, token))
+                tokens = () if loaded is None else loaded.local_tokens
+                note_lineage(run.checkpoints, Lineage(run.copies.folder.attempt, tokens))
         except HpcTrainError as problem:
             error = problem
     run.world.agree(error)
@@ -271,11 +295,10 @@ def note_copies(run: Run, loaded: Loaded | None) -> None:
 
 def begin_from(run: Run, source: str) -> None:
     """Take the weights of another run or of a converted model, and nothing else of it. Collective over all ranks."""
-    from hpc_train.checkpoint.format.model_tensors import ModelSpec
     from hpc_train.checkpoint.loading.init_from import load_weights
 
     spec = ModelSpec(run.config.model, run.config.data.seq_len)
-    path = load_weights(source, state_pieces(run.trainer), spec, run.world)
+    path = load_weights(source, state_pieces(run.trainer), spec, run.world, run.config.checkpoint.allow_changed_model)
     run.trainer.publish_parameters()
     if run.world.rank == 0:
         say(f"begins with the weights of {path}")
@@ -308,6 +331,7 @@ def _values(run: Run) -> dict[str, Any]:
     # Not how it was launched: launch.env may hold secrets, and checkpoints are passed on.
     values["config"] = run.config.model_dump(mode="json", exclude={"launch"})
     values["plan"] = run.world.plan.hash if run.world.plan is not None else None
+    values[ATTEMPT_VALUE] = run.attempt
     return values
 
 

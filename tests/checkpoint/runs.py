@@ -14,7 +14,7 @@ from tests.worlds import make_world
 def train_and_save(me, root, saves, dtype=torch.float32, last=4):
     """Train to `last`, saving at the steps in `saves`; losses and final weights."""
     trainer, world, losses, step = make_trainer(me, make_config(TREES["llama"]), dtype), make_world(me), [], 1
-    for stop in [*saves, last]:
+    for stop in dict.fromkeys([*saves, last]):
         losses += _steps(me, trainer, step, stop)
         step = stop + 1
         if stop in saves:

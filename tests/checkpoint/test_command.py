@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     """A run with two checkpoints, the newer of which lacks a byte."""
     root = tmp_path / "run/checkpoints"
     for step in (3, 12):
-        write_checkpoint(root / f"step_{step:07d}", SPECS["llama"], weights(SPECS["llama"]))
+        write_checkpoint(root / f"step_{step:07d}", SPECS["llama"], weights(SPECS["llama"]), step=step)
     (root / "latest").write_text("step_0000012\n")
     (data,) = (root / "step_0000012").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-1])
@@ -47,10 +48,43 @@ def test_ls_shows_what_is_there_and_what_is_wrong_with_it(run, capsys):
     ]  # fmt: skip
 
 
+def test_ls_shows_what_has_a_checkpoint_s_name_and_is_none(run, capsys):
+    root = run / "checkpoints"
+    shutil.copytree(root / "step_0000003", root / "step_0000100")
+    (root / "step_0000012").rename(root / "step_0000012.set-aside")
+    (root / "step_0000020").write_text("notes")
+    (root / "step_0000030").symlink_to("nowhere")
+    assert main(["ckpt", "ls", str(run)]) == 0
+    _, aside, file, link, copied = capsys.readouterr().out.splitlines()
+    assert aside.startswith("step_0000012.set-aside  20") and "set aside when step 12 was saved again" in aside
+    assert "is no folder" in file and "is no folder" in link
+    assert copied.startswith("step_0000100") and "holds step 3, and not the one of its name" in copied
+
+
 def test_ls_of_nothing(tmp_path, capsys):
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
     assert "no checkpoints in" in capsys.readouterr().out
     assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == ExitCode.CHECKPOINT
+    assert main(["ckpt", "ls", ""]) == ExitCode.USAGE
+    assert "an empty path names no place" in capsys.readouterr().err
+
+
+def test_a_file_is_no_checkpoint(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for words in (["verify", str(tmp_path / "file")], ["convert", str(tmp_path / "file"), str(tmp_path / "out")]):
+        assert main(["ckpt", *words]) == ExitCode.CHECKPOINT
+        assert "file is no folder. Give a checkpoint (a folder with manifest.json)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file/out", "loop/out", "x" * 300, "x" * 240])
+def test_a_place_that_cannot_be_is_told_in_words(place, tmp_path, capsys):
+    hf = make_hf_folder(tmp_path, "gpt")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(["ckpt", "convert", str(hf), str(tmp_path / place)]) == ExitCode.CHECKPOINT
+    told = capsys.readouterr().err
+    assert told.startswith("hpc-train: error: cannot ")
+    assert "hoose another" in told or "Choose a shorter one" in told
 
 
 def test_verify_reads_every_byte(run, capsys):
@@ -67,6 +101,19 @@ def test_verify_reads_every_byte(run, capsys):
         file.write(b"\x11")
     assert main(["ckpt", "verify", str(older)]) == ExitCode.CHECKPOINT
     assert f"model.head.weight: the bytes at {box.start} of" in capsys.readouterr().out
+
+
+def test_verify_tells_a_newer_version_and_another_name_from_damage(run, capsys):
+    root = run / "checkpoints"
+    shutil.copytree(root / "step_0000003", root / "step_0000100")
+    path = root / "step_0000012/manifest.json"
+    tree = json.loads(path.read_text())
+    del tree["checksum"]
+    path.write_text(json.dumps({**tree, "format_version": 99}))
+    assert main(["ckpt", "verify", str(run), "--all"]) == ExitCode.CHECKPOINT
+    told = capsys.readouterr().out
+    assert "step_0000100: misnamed\n  " in told and "name it step_0000003, or move it away" in told
+    assert "step_0000012: of a newer version\n  " in told and "step_0000003: sound" in told
 
 
 def test_convert_says_what_it_wrote(tmp_path, capsys):

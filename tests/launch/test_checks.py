@@ -44,6 +44,14 @@ def test_an_earlier_run_may_be_gone_on_with_but_not_with_another_model(tmp_path:
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"another model"):
         compare_with_earlier(run, wider)
+    sharper = {"rope_theta": 5e5, "norm_eps": 1e-6}
+    with pytest.raises(ConfigError, match=r"do not fit: model\.norm_eps: 1e-05 -> 1e-06\. Give"):
+        config = small_config(tmp_path, model=sharper, checkpoint={"allow_changed_model": ["rope_theta"]})
+        compare_with_earlier(run, config)
+    config = small_config(tmp_path, model=sharper, checkpoint={"allow_changed_model": ["rope_theta", "norm_eps"]})
+    assert "changed since the last attempt: model.rope_theta: 10000.0 -> 500000.0" in (
+        compare_with_earlier(run, config).changes
+    )
 
 
 def test_a_run_that_is_done_is_done_only_while_nothing_changed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def _kept(num_nodes: int, step: int, token: str, alive: list[int]) -> list[Found
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 7])
 def test_any_one_node_may_be_missing_where_there_are_others(num_nodes: int) -> None:
     every = list(range(num_nodes))
-    assert choose_sets(_kept(num_nodes, 8, "a", every), 0) == ([WholeSet(8, "a", tuple(every))], [])
+    assert choose_sets(_kept(num_nodes, 8, "a", every), 0) == ([WholeSet(8, "a", tuple(every), min(2, num_nodes))], [])
     for lost in every:
         alive = [node for node in every if node != lost]
         whole, broken = choose_sets(_kept(num_nodes, 8, "a", alive), 0)
@@ -29,7 +29,7 @@ def test_any_one_node_may_be_missing_where_there_are_others(num_nodes: int) -> N
             assert (whole, broken) == ([], [])
             continue
         (found,) = whole
-        assert alive[found.at[lost]] == (lost + 1) % num_nodes and broken == []
+        assert alive[found.at[lost]] == (lost + 1) % num_nodes and broken == [] and found.num_copies == 1
     if num_nodes > 2:
         alive = every[2:]
         assert choose_sets(_kept(num_nodes, 8, "a", alive), 0)[1] == [BrokenSet(8, "a", num_nodes, (0,))]

@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hpc_train.checkpoint.convert.convert_hf import convert
+from hpc_train.checkpoint.folders.find import CONFIG_VALUE
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.loading.init_from import load_weights
-from hpc_train.config import load_config
+from hpc_train.checkpoint.loading.load import Loaded
+from hpc_train.checkpoint.stores.location import locate
+from hpc_train.config import CheckpointConfig, load_config
 from hpc_train.errors import CheckpointError
+from hpc_train.train import loop
 from hpc_train.train.state import state_pieces
 from tests.checkpoint.convert.hf_folders import weights, write_checkpoint
 from tests.ranks import run_ranks
 from tests.train.forked_runs import train_forked
 from tests.train.runs import VOCAB, hpc_train, metrics, write_config, write_corpus
 from tests.train.trainers import MODELS, SEQ_LEN, TREES, make_config, make_trainer
-from tests.worlds import make_world
+from tests.worlds import make_world, single_world
 
 
 def _load(me, source, family):
@@ -57,6 +62,36 @@ def test_damage_is_refused(tmp_path):
         file.write(b"\x55\x55")
     with pytest.raises(CheckpointError, match=r"checkpoint\.init_from: .*is damaged: the checksum"):
         _load(_Alone(), str(folder), "llama")
+
+
+def test_weights_of_other_heads_are_refused_though_all_shapes_are_the_same(tmp_path, capsys):
+    here = ModelSpec(MODELS["llama"], SEQ_LEN)
+    heads, kv_heads = here.model.num_heads // 2, here.model.kv_heads // 2
+    other = ModelSpec(here.model.model_copy(update={"num_heads": heads, "num_kv_heads": kv_heads}), SEQ_LEN)
+    folder = write_checkpoint(tmp_path / "init", other, weights(other))
+    with pytest.raises(CheckpointError, match=rf"model\.num_heads is {heads} there and {2 * heads} here"):
+        _load(_Alone(), str(folder), "llama")
+    (folder / "model.yaml").unlink()
+    _load(_Alone(), str(folder), "llama")
+    assert "does not say of which model it is" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_as_another_model_is_refused_unless_it_is_meant(tmp_path, capsys):
+    model = MODELS["llama"]
+    saved = {"model": model.model_copy(update={"rope_theta": 77.0}).model_dump(mode="json"), "data": {"seq_len": 8}}
+    loaded = Loaded(locate(tmp_path), 3, {CONFIG_VALUE: saved}, 3)
+
+    def compare(*allowed):
+        checkpoint = CheckpointConfig(allow_changed_model=allowed)
+        config = SimpleNamespace(model=model, data=SimpleNamespace(seq_len=SEQ_LEN), checkpoint=checkpoint)
+        loop._compare_model(SimpleNamespace(config=config, world=single_world()), loaded)
+
+    with pytest.raises(CheckpointError, match=r"rope_theta is 77\.0 there .*\n.*allow_changed_model=\[rope_theta\]"):
+        compare()
+    compare("rope_theta")
+    assert "model.rope_theta is 77.0 there and 10000.0 here (checkpoint.allow_changed_model)" in capsys.readouterr().out
+    loaded.values.clear()  # of early versions
+    compare()
 
 
 def _refused(me, source, family):

@@ -11,10 +11,14 @@ from hpc_train.checkpoint.convert.from_hf import import_hf
 from hpc_train.checkpoint.convert.hf_folder import HF_CONFIG, Converted
 from hpc_train.checkpoint.convert.to_dcp import export_dcp
 from hpc_train.checkpoint.convert.to_hf import export_hf
-from hpc_train.checkpoint.folders.find import find_checkpoint, is_checkpoint, read_model
+from hpc_train.checkpoint.folders.find import find_checkpoint, is_checkpoint, read_model, told_model
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.format.model_function import require_function
+from hpc_train.checkpoint.format.model_tensors import ModelSpec, require_model
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.location import Location, Place, locate
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, HpcTrainError
+from hpc_train.log import warn
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -53,12 +57,13 @@ def convert(
     if into.entry() is not None:
         raise ConfigError(f"{into} exists; give a name that does not, or remove it first")
     _refuse_within(into, "a checkpoint", is_checkpoint)
+    if folder.is_folder():
+        _refuse_within(into, "the folder to convert", lambda above: _is_same(above, folder))
     chosen = DTYPES[dtype] if dtype else None
     of_hf: dict[str, Any] = {"--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes, "--ignore": ignore}
     if is_hf_folder(folder):
         given = {"--config": config, "--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes, "--to": to}
         _refuse_without_effect(given, "from a Hugging Face folder")
-        _refuse_within(into, "the folder to convert", lambda above: _is_same(above, folder))
         return import_hf(folder, into, chosen, ignore, progress)
     if is_foreign_dcp(folder) and not is_checkpoint(folder):
         _refuse_without_effect({**of_hf, "--to": to}, "from a checkpoint of torch")
@@ -66,15 +71,29 @@ def convert(
             raise ConfigError(
                 f"{source} is a checkpoint of torch, which does not say of which model: name it by --config"
             )
-        _refuse_within(into, "the folder to convert", lambda above: _is_same(above, folder))
         return import_dcp(folder, into, chosen, read_model(source, config), progress)
     checkpoint = find_checkpoint(source)
     spec = read_model(checkpoint, config)
+    if config is not None:
+        _compare(checkpoint, spec)
     if to == "dcp":
         _refuse_without_effect(of_hf, "to a checkpoint of torch")
         return export_dcp(checkpoint, into, chosen, spec, progress)
     _refuse_without_effect({"--ignore": ignore}, "to a Hugging Face folder")
     return export_hf(checkpoint, into, chosen, spec, max_shard_bytes, tokenizer, progress)
+
+
+def _compare(checkpoint: Location, spec: ModelSpec) -> None:
+    """Refuse --config where the checkpoint itself says that it is of another model."""
+    manifest = read_manifest(checkpoint)
+    require_model(checkpoint, manifest, spec)
+    try:
+        told = told_model(checkpoint, manifest)
+    except HpcTrainError as problem:
+        warn(f"{problem}; --config is used")
+        return
+    if told is not None:
+        require_function(checkpoint, told, spec, allowed=None)
 
 
 def is_hf_folder(folder: Location) -> bool:

@@ -48,6 +48,7 @@ class Copying:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._whole_here: str | None = None
+        self._kept_twice: str | None = None
         self._problem: str | None = None
 
     @property
@@ -62,15 +63,21 @@ class Copying:
         return not self.is_over and time.monotonic() - moved_at > SILENCE_S
 
     def told(self) -> dict[str, Any]:
-        """The save's word if this node's own part is whole, and what went wrong."""
+        """The save's word if this node's own part is whole, and if another node has it too; and what went wrong."""
         with self._lock:
-            return {"whole_here": self._whole_here, "problem": self._problem}
+            return {"whole_here": self._whole_here, "kept_twice": self._kept_twice, "problem": self._problem}
 
     def is_here(self, token: str) -> None:
         """This node's own part is whole."""
         with self._lock:
             if not self.is_over:
                 self._whole_here = token
+
+    def is_kept(self, token: str) -> None:
+        """Another node has this node's part as well."""
+        with self._lock:
+            if not self.is_over:
+                self._kept_twice = token
 
     def end(self, problem: str | None) -> None:
         """It is made, or cannot be, or is not to be; nothing happens where it was over."""
@@ -106,22 +113,22 @@ class Copying:
 class NodeCopies:
     """What one node keeps of one start of a run.
 
-    port: where the node is listened for whose copies are kept here; None: there is no other node.
+    port: where the node is listened for whose copies are kept here; None: there is no other node. has_room: for one
+    save more than is asked for.
     """
 
     def __init__(self, message: Mapping[str, Any], log: Log) -> None:
         """message: folder, attempt, node, num_nodes, own_bytes, kept_node, kept_bytes (0 with one node), address,
-        secret, keep, whole (saves to keep from before), most_bytes, bytes_per_s, finish_s.
+        secret, keep, most_bytes, bytes_per_s, finish_s.
 
         Raises:
             CheckpointError: the folder cannot be used, or has not the room.
         """
         self._node, self._num_nodes = int(message["node"]), int(message["num_nodes"])
-        self._attempt, self._secret, self._keep = str(message["attempt"]), str(message["secret"]), int(message["keep"])
-        self._whole: list[str] = list(message["whole"])
+        self._attempt, self._secret = str(message["attempt"]), str(message["secret"])
         self._bytes_per_s, self._finish_s, self._log = message["bytes_per_s"], float(message["finish_s"]), log
         self._folder = NodeFolder(Path(message["folder"]), self._attempt, self._node)
-        _require_room(self._folder.path, int(message["own_bytes"]), int(message["kept_bytes"]), self._keep, message)
+        self.has_room = _require_room(self._folder.path, message)
         self._server: CopyServer | None = None
         if self._num_nodes > 1:
             kept, most = int(message["kept_node"]), int(message["kept_bytes"])
@@ -148,21 +155,20 @@ class NodeCopies:
 
     def told(self) -> dict[str, Any]:
         """What has become of the last save that was to be copied."""
-        return {"whole_here": None, "problem": None} if self._last is None else self._last.told()
+        nothing = {"whole_here": None, "kept_twice": None, "problem": None}
+        return nothing if self._last is None else self._last.told()
 
     def start(
         self, step: int, token: str, parts: Sequence[Part], values: dict[str, Any] | None, order: Mapping[str, Any]
     ) -> Copying:
         """Begin to copy a save; raises nothing, and waits for nothing.
 
-        parts: of this node's ranks. values: of rank 0's node. order: `whole`, the word of the save before if that is
-        whole on all nodes, and `store_step`.
+        parts: of this node's ranks. values: of rank 0's node. order: `keep`, the words of the saves before it that
+        stay, and `store_step`.
         """
-        if order["whole"] is not None and order["whole"] not in self._whole:
-            self._whole = [*self._whole, str(order["whole"])][-self._keep :]
         name = PartName(step, token, self._node, self._num_nodes)
         copying = Copying(step, self._node, self._bytes_per_s)
-        keep, work = {*self._whole, token}, (name, parts, values, order["store_step"])
+        keep, work = {*map(str, order["keep"]), token}, (name, parts, values, order["store_step"])
 
         def run() -> None:
             try:
@@ -235,6 +241,7 @@ class NodeCopies:
         own_s = time.monotonic() - begin
         if self._keeper is not None:
             send_part(self._keeper, record, parts, copying.to_keeper)
+            copying.is_kept(name.token)
         sent = "" if self._keeper is None else f", and at {self._keeper} after {time.monotonic() - begin:.2f} s"
         size = f"{record.num_bytes / 2**20:.1f} MiB"
         self._log(f"copies: step {name.step}, {size}, is here after {own_s:.2f} s{sent}")
@@ -246,8 +253,9 @@ class NodeCopies:
             self._log(f"copies: what is in {self._folder.path} is left: {problem}")
 
 
-def _require_room(folder: Path, own_bytes: int, kept_bytes: int, keep: int, message: Mapping[str, Any]) -> None:
-    """Refuse what would not fit: the saves that are kept, and one that is being written."""
+def _require_room(folder: Path, message: Mapping[str, Any]) -> bool:
+    """Refuse what would not fit: the saves that are kept, and one that is being written. Whether one more would."""
+    own_bytes, kept_bytes, keep = (int(message[name]) for name in ("own_bytes", "kept_bytes", "keep"))
     need, most = (own_bytes + kept_bytes) * (keep + 1), message["most_bytes"]
     what = (
         f"local copies need {need / 2**30:.2f} GiB on this node: {own_bytes / 2**30:.2f} GiB of its own and "
@@ -269,3 +277,5 @@ def _require_room(folder: Path, own_bytes: int, kept_bytes: int, keep: int, mess
         )
     if need > free:
         raise CheckpointError(f"{what}, and {free / 2**30:.2f} GiB are free at {folder}. Choose another folder")
+    limits = [most, free, None if memory is None else memory + there]
+    return need + own_bytes + kept_bytes <= min(limit for limit in limits if limit is not None)

@@ -69,4 +69,4 @@ class CopyService(Service):
         except Exception as problem:
             peer.send(error_answer(problem))
         else:
-            peer.send({"port": copies.port})
+            peer.send({"port": copies.port, "has_room": copies.has_room})

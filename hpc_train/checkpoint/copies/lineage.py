@@ -2,7 +2,7 @@
 
 Steps do not tell that: whoever removes checkpoints, or the whole folder, goes back, and nodes that were not in the job
 since keep copies of what came after. So each start notes, when it knows where it goes on from and before its first
-step, that from now on only its own copies count, and the save on the disks that it went on from, where it did.
+step, that from now on only its own copies count, and those that it went on from, where it did.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ COPIES_FILE = "copies.json"
 
 @dataclass(frozen=True)
 class Lineage:
-    """attempt: the start of the run whose copies count (see `attempt`). token: the save it went on from, if any."""
+    """Which copies count.
+
+    attempt: those of this start of the run (see `attempt`). tokens: of the save on the disks that it went on from, if
+    any, and of older ones that were whole there then.
+    """
 
     attempt: str | None = None
-    token: str | None = None
+    tokens: tuple[str, ...] = ()
 
     def has(self, attempt: str, token: str) -> bool:
         """Whether a copy of a save, made by a start of the run, counts."""
-        return attempt == self.attempt or token == self.token
+        return attempt == self.attempt or token in self.tokens
 
 
 def read_lineage(root: Location) -> Lineage:
@@ -37,7 +41,7 @@ def read_lineage(root: Location) -> Lineage:
     """
     try:
         tree = json.loads((root / COPIES_FILE).read_text())
-        return Lineage(str(tree["attempt"]), None if tree["token"] is None else str(tree["token"]))
+        return Lineage(str(tree["attempt"]), tuple(map(str, tree["tokens"])))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return Lineage()
 

@@ -53,7 +53,9 @@ class LocalCopies:
         self._world, self._config, self.folder = world, config, folder
         self._holders, self._address, self._finish_s = tuple(holders), address, finish_s
         self.store_step: int | None = None
-        self._whole: str | None = None
+        self._whole: tuple[str, ...] = ()
+        self._twice: str | None = None
+        self._has_room = False
         self._warned_of: str | None = None
         self._drop: Callable[[], object] = lambda: None
 
@@ -61,12 +63,13 @@ class LocalCopies:
         """Not collective."""
         return step % self._config.every == 0
 
-    def loaded(self, token: str | None, store_step: int | None) -> None:
-        """Keep the parts of the save that was gone on from; None: none of those that are there is of use.
+    def loaded(self, tokens: Sequence[str], twice: str | None, store_step: int | None) -> None:
+        """Keep the parts of the save that was gone on from and of older ones; without any, none is of use.
 
-        Not collective. store_step: on rank 0, the newest checkpoint in the store.
+        Not collective. tokens: the words of whole saves, oldest first. twice: of the newest of which each part is on
+        two nodes. store_step: on rank 0, the newest checkpoint in the store.
         """
-        self._whole, self.store_step = token, store_step
+        self._whole, self._twice, self.store_step = tuple(tokens[-self._config.keep :]), twice, store_step
 
     def open(self, session: str, connection: AgentConnection, num_bytes: int) -> None:
         """Have the agents make ready. num_bytes: of this rank's state.
@@ -88,7 +91,9 @@ class LocalCopies:
             except HpcTrainError as problem:
                 error = problem
         world.agree(error)
-        by_node = {node: place for node, *place in filter(None, world.control.all_gather(listening))}
+        of_nodes = [entry for entry in world.control.all_gather(listening) if entry is not None]
+        by_node = {node: (address, port) for node, address, port, _ in of_nodes}
+        self._has_room = all(has_room for *_, has_room in of_nodes)
         if world.local_rank == 0 and world.num_nodes > 1:
             try:
                 address, port = by_node[self._holders[world.node_rank]]
@@ -106,9 +111,10 @@ class LocalCopies:
     def hear(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """Learn from all agents' answers what has become of the copies of the save before. Not collective."""
         told = [answer["copies"] for answer in answers if answer.get("copies") is not None]
-        whole = {entry["whole_here"] for entry in told}
-        if len(whole) == 1 and None not in whole:
-            (self._whole,) = whole
+        whole, twice = _of_all(told, "whole_here"), _of_all(told, "kept_twice")
+        if whole is not None and whole not in self._whole:
+            self._whole = (*self._whole, whole)[-self._config.keep :]
+        self._twice = twice or self._twice
         problem = next((entry["problem"] for entry in told if entry["problem"] is not None), None)
         if problem is None:
             self._warned_of = None if any(entry["whole_here"] for entry in told) else self._warned_of
@@ -117,12 +123,19 @@ class LocalCopies:
             self._warned_of = problem
 
     def order(self) -> dict[str, Any]:
-        """What agents have to know to copy the save that begins. Not collective."""
-        return {"whole": self._whole, "store_step": self.store_step}
+        """What agents have to know to copy the save that begins. Not collective.
+
+        Beside the newest whole saves the newest stays of which each part is on two nodes, where there is room: the
+        others are lost with one disk.
+        """
+        keep = [*self._whole]
+        if self._has_room and self._twice is not None and self._twice not in keep:
+            keep.append(self._twice)
+        return {"keep": keep, "store_step": self.store_step}
 
     def drop(self) -> None:
         """The store has all that the copies have: remove them. Not collective."""
-        self._whole = None
+        self._whole, self._twice = (), None
         if self._world.local_rank == 0:
             with suppress(HpcTrainError):  # an agent that has ended is noticed by who needs it
                 self._drop()
@@ -145,12 +158,18 @@ class LocalCopies:
             "address": address,
             "secret": secret,
             "keep": config.keep,
-            "whole": [] if self._whole is None else [self._whole],
             "most_bytes": config.most_bytes,
             "bytes_per_s": config.send_bytes_per_s,
             "finish_s": self._finish_s,
         }
-        return [here, address, _ask(connection, message)["port"]]
+        answer = _ask(connection, message)
+        return [here, address, answer["port"], answer["has_room"]]
+
+
+def _of_all(told: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """The save that all nodes tell under a name; None where they do not tell one and the same."""
+    words = {entry[name] for entry in told}
+    return words.pop() if len(words) == 1 else None
 
 
 def _ask(connection: AgentConnection, message: Mapping[str, Any]) -> dict[str, Any]:

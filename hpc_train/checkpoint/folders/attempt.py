@@ -13,6 +13,8 @@ from hpc_train.errors import CheckpointError
 
 ATTEMPT_FILE = "attempt"
 """In a folder of checkpoints; without it nobody is kept off."""
+ATTEMPT_VALUE = "attempt"
+"""In a manifest's values: the start of the run that saved it, where a driver has begun that."""
 
 
 def attempt_of(job_key: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from hpc_train.checkpoint.folders.folder import sound_checkpoints, steps_newest_first
-from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.stores.location import Location, Place, locate
 from hpc_train.config import Config, ModelConfig, load_config, parse_yaml
@@ -21,6 +23,7 @@ HF_FOLDER = "hf"
 """In a converted checkpoint: config.json, tokenizer files and the index that the model came with."""
 CONFIG_VALUE = "config"
 """In a manifest's values: the configuration of the run that saved it."""
+_GIVE = f"Give a checkpoint (a folder with {MANIFEST_FILE}), or a run folder with {CHECKPOINTS_FOLDER}/."
 
 
 def is_checkpoint(path: Location) -> bool:
@@ -46,18 +49,18 @@ def find_checkpoint(place: Place) -> Location:
         CheckpointError: there is none.
     """
     path = locate(place)
+    found = path.entry()
+    if found is not None and not found.is_folder:
+        raise CheckpointError(f"{path} is no folder. {_GIVE}")
     if is_checkpoint(path):
         return path
     root = checkpoints_folder(path)
-    for found, _ in sound_checkpoints(root):
-        return found
-    names = [found.name for _, found in steps_newest_first(root)]
+    for newest, _ in sound_checkpoints(root):
+        return newest
+    names = [there.name for _, there in steps_newest_first(root)]
     if names:
         raise CheckpointError(f"{root} holds {', '.join(names)}, but none that is whole; the reasons are above")
-    what = "is no checkpoint, and holds none" if path.entry() is not None else "does not exist"
-    raise CheckpointError(
-        f"{path} {what}. Give a checkpoint (a folder with {MANIFEST_FILE}), or a run folder with {CHECKPOINTS_FOLDER}/."
-    )
+    raise CheckpointError(f"{path} {'is no checkpoint, and holds none' if found else 'does not exist'}. {_GIVE}")
 
 
 def read_model(place: Place, config: str | None = None) -> ModelSpec:
@@ -70,20 +73,45 @@ def read_model(place: Place, config: str | None = None) -> ModelSpec:
     checkpoint = locate(place)
     if config is not None:
         return _of_config(load_config(config))
-    if (checkpoint / MODEL_FILE).is_file():
-        text = (checkpoint / MODEL_FILE).read_text()
-        return _of_tree(parse_yaml(text, str(checkpoint / MODEL_FILE)), checkpoint / MODEL_FILE)
-    told = read_manifest(checkpoint).values.get(CONFIG_VALUE)
+    told = told_model(checkpoint, read_manifest(checkpoint))
     if told is not None:
-        return _of_tree(told, checkpoint / MANIFEST_FILE)
-    of_run = checkpoint.local.resolve().parent.parent / CONFIG_FILE if checkpoint.local is not None else None
-    if of_run is not None and of_run.is_file():
-        return _of_config(load_config(of_run))
+        return told
+    of_run = _config_of_run(checkpoint)
     where = f" nor {of_run}" if of_run is not None else ""
     raise CheckpointError(
         f"{checkpoint} does not say of which model it is: there is neither {MODEL_FILE} in it{where}. "
         "Name its configuration with --config."
     )
+
+
+def told_model(checkpoint: Location, manifest: Manifest) -> ModelSpec | None:
+    """The model of a checkpoint as its own files or its run tell; None where nobody does.
+
+    Raises: as `read_model`.
+    """
+    if (checkpoint / MODEL_FILE).is_file():
+        text = (checkpoint / MODEL_FILE).read_text()
+        return _of_tree(parse_yaml(text, str(checkpoint / MODEL_FILE)), checkpoint / MODEL_FILE)
+    told = model_of_values(manifest.values, checkpoint)
+    if told is not None:
+        return told
+    of_run = _config_of_run(checkpoint)
+    return _of_config(load_config(of_run)) if of_run is not None and of_run.is_file() else None
+
+
+def model_of_values(values: Mapping[str, Any], checkpoint: Location) -> ModelSpec | None:
+    """The model in the plain values of a checkpoint; None where they do not tell it.
+
+    Raises:
+        CheckpointError: they cannot be used.
+    """
+    told = values.get(CONFIG_VALUE)
+    return None if told is None else _of_tree(told, checkpoint / MANIFEST_FILE)
+
+
+def _config_of_run(checkpoint: Location) -> Path | None:
+    """Where the configuration of its run lies, if it lies in a run folder."""
+    return checkpoint.local.resolve().parent.parent / CONFIG_FILE if checkpoint.local is not None else None
 
 
 def write_model_file(place: Place, spec: ModelSpec, origin: str) -> None:

@@ -2,15 +2,20 @@
 
 A checkpoint is written into `.step_0000100.tmp-<token>` and renamed to `step_0000100` when everything in it is on
 disk. `latest` is a file with the name of the newest committed folder and is replaced by a rename, after it.
+
+A folder counts as the checkpoint of the step that its name says only where its manifest says the same. What else has
+the name of a step that is saved is kept beside it, as `step_0000100.set-aside`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.format.manifest import Manifest, NewerFormatError, read_manifest
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.checkpoint.stores.store import StoreError, is_outage
@@ -18,8 +23,13 @@ from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 
 LATEST_FILE = "latest"
-_STEP_FOLDER = re.compile(r"^step_(\d{7,})$")
+_STEP_FOLDER = re.compile(r"step_(\d{7,})")
+_SET_ASIDE = re.compile(r"step_(\d{7,})\.set-aside(-\d+)?")
 _TEMPORARY = re.compile(r"^\.(step_\d{7,}|latest|trial|copies)\.tmp-[0-9a-f]+$")
+
+
+class MisnamedError(CheckpointError):
+    """A checkpoint under the name of another step: never taken for that one, counted or removed."""
 
 
 def step_folder(step: int) -> str:
@@ -56,25 +66,56 @@ def temporary_folder(root: Location, step: int, token: str) -> Location:
 def commit(temporary: Location, root: Location, step: int, tell: Callable[[str], None] = warn) -> Location:
     """Make a fully written folder a checkpoint. Files must be durable; the folder itself is flushed here.
 
-    tell: gets a line for what goes wrong behind the rename, which the checkpoint does not need.
+    What has its name already keeps its content under another one, unless this start of the run has saved it.
+
+    tell: gets a line for what was found there, and for what goes wrong behind the rename, which the checkpoint does not
+    need.
     """
     final = root / step_folder(step)
     temporary.flush()
-    if final.entry() is not None:
-        # Only a damaged checkpoint of this step can stand here: a good one would have been resumed from.
-        set_aside = root / _temporary_name(final.name)
-        final.rename(set_aside)
-        temporary.rename(final)
+    doomed = _make_way(final, temporary, tell) if final.entry() is not None else None
+    temporary.rename(final)
+    if doomed is not None:
         with suppress(StoreError, OSError):
-            set_aside.remove()
-    else:
-        temporary.rename(final)
+            doomed.remove()
     try:
         root.flush()
         write_latest(root, final.name)
     except (CheckpointError, OSError) as problem:
         tell(f"{final} is saved, but {root / LATEST_FILE} could not be written: {problem}")
     return final
+
+
+def _make_way(final: Location, temporary: Location, tell: Callable[[str], None]) -> Location | None:
+    """Free the name of a checkpoint; what is to be removed when it has it, if anything is."""
+    if _is_of_one_start(final, temporary):
+        doomed = final.parent / _temporary_name(final.name)
+        final.rename(doomed)
+        return doomed
+    taken = {entry.name for entry in final.parent.entries()}
+    first = f"{final.name}.set-aside"
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    aside = final.parent / next(name for name in names if name not in taken)
+    final.rename(aside)
+    tell(
+        f"{final} was there already, and not saved by this start of the run: it is kept as {aside.name}. Look at it, "
+        "and remove it by hand"
+    )
+    return None
+
+
+def _is_of_one_start(final: Location, temporary: Location) -> bool:
+    """Whether a start of the run has saved a step twice, as after an agent that ended behind its commit."""
+    if not final.is_folder():
+        return False
+    try:
+        there, here = read_committed(final), read_manifest(temporary)
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
+        return False
+    attempt = here.values.get(ATTEMPT_VALUE)
+    return attempt is not None and attempt == there.values.get(ATTEMPT_VALUE)
 
 
 def write_latest(root: Location, name: str) -> None:
@@ -94,7 +135,13 @@ def read_latest(root: Location) -> str | None:
 
 def step_number(name: str) -> int | None:
     """The step of a committed checkpoint by its folder's name; None for any other name."""
-    match = _STEP_FOLDER.match(name)
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def set_aside_step(name: str) -> int | None:
+    """The step under whose name something was found and set aside, by the name that it has now."""
+    match = _SET_ASIDE.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -108,11 +155,43 @@ def steps_newest_first(root: Location) -> Iterator[tuple[int, Location]]:
     yield from ((step, root / name) for step, name in sorted(found, reverse=True))
 
 
+def read_committed(path: Location) -> Manifest:
+    """The manifest of a committed folder, as `read_manifest`; of a folder with any other name as well.
+
+    Raises:
+        MisnamedError: it is of another step than the folder's name says.
+    """
+    manifest, named = read_manifest(path), step_number(path.name)
+    if named not in (None, manifest.step):
+        raise MisnamedError(
+            f"{path} holds step {manifest.step}, and not the one of its name: it was copied, linked or renamed by "
+            f"hand. Under that name it counts for nothing; name it {step_folder(manifest.step)}, or move it away"
+        )
+    return manifest
+
+
+def newest_step(root: Location) -> int | None:
+    """The newest step that was committed here, whether it is sound or not; None where there is none."""
+    for step, path in steps_newest_first(root):
+        try:
+            read_committed(path)
+        except MisnamedError:
+            continue
+        except CheckpointError as error:
+            if is_outage(error):
+                raise
+        return step
+    return None
+
+
 def sound_checkpoints(root: Location) -> Iterator[tuple[Location, Manifest]]:
-    """Checkpoints whose files are all there in full size, newest first; says which ones it skips and why."""
+    """Checkpoints that are what their name says and whose files are all there in full size, newest first.
+
+    Says which ones it skips and why.
+    """
     for _, path in steps_newest_first(root):
         try:
-            manifest = read_manifest(path)
+            manifest = read_committed(path)
         except CheckpointError as error:
             if is_outage(error) or isinstance(error, NewerFormatError):
                 raise  # the older one would be taken although this one may be whole
@@ -124,7 +203,7 @@ def sound_checkpoints(root: Location) -> Iterator[tuple[Location, Manifest]]:
 def prune(
     root: Location, keep: int, tell: Callable[[str], None] = warn, is_enough: Callable[[], bool] = lambda: False
 ) -> None:
-    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged ones do not count and stay.
+    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged and misnamed ones stay, uncounted.
 
     What cannot be looked at or removed now is told and left for the next time: the save before it went well.
 
@@ -147,7 +226,7 @@ def prune(
 
 def _is_sound(path: Location) -> bool:
     try:
-        read_manifest(path)
+        read_committed(path)
     except CheckpointError as error:
         if is_outage(error):
             raise

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.checkpoint.folders.folder import remove_checkpoint, steps_newest_first
+from hpc_train.checkpoint.folders.folder import read_committed, remove_checkpoint, steps_newest_first
 from hpc_train.checkpoint.folders.verify import verify
-from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.checkpoint.stores.store import is_outage
@@ -59,7 +58,7 @@ def carry_out(pruning: Pruning) -> None:
 def _problem(path: Location, progress: Advance | None) -> str | None:
     """progress: of reading every byte; None: they are not read."""
     try:
-        read_manifest(path)
+        read_committed(path)
         return next(verify(path, progress), None) if progress is not None else None
     except CheckpointError as error:
         if is_outage(error):

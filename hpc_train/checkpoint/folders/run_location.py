@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.folders.attempt import begin_attempt
-from hpc_train.checkpoint.folders.folder import steps_newest_first
+from hpc_train.checkpoint.folders.folder import newest_step, steps_newest_first
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_folder
@@ -53,7 +53,7 @@ def open_location(
         HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, cannot be
             written, lacks space, or is not seen by all ranks; the client of its URL is not installed.
     """
-    error = None
+    error: Exception | None = None
     if world.rank == 0:
         try:
             if not resume:
@@ -61,14 +61,23 @@ def open_location(
             prepare(root, run_dir, num_bytes)
             if attempt is not None:
                 begin_attempt(root, attempt)
-        except HpcTrainError as problem:
-            error = problem
+        except Exception as problem:
+            error = _in_words(problem, root)
     world.agree(error)
     try:
         wait_for_folder(root)
-    except HpcTrainError as problem:
-        error = problem
+    except Exception as problem:
+        error = _in_words(problem, root)
     world.agree(error)
+
+
+def _in_words(problem: Exception, root: Location) -> Exception:
+    """What the system refuses is the user's to mend, and raised by all ranks alike."""
+    if not isinstance(problem, OSError) or isinstance(problem, HpcTrainError):
+        return problem
+    error = CheckpointError(f"{root} cannot be used for checkpoints: {type(problem).__name__}: {problem}")
+    error.__cause__ = problem
+    return error
 
 
 def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
@@ -80,8 +89,7 @@ def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
     _require_space(root, num_bytes)
     _try_writing(root)
     if is_elsewhere(root, run_dir):
-        newest = next((step for step, _ in steps_newest_first(root)), None)
-        write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest))
+        write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest_step(root)))
 
 
 def note_saved(root: Location, run_dir: Path, step: int) -> None:

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_train.checkpoint.folders.folder import read_latest, step_number
+from hpc_train.checkpoint.folders.folder import read_committed, read_latest, set_aside_step, step_number
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Reader, is_outage
+from hpc_train.checkpoint.stores.store import Entry, Reader, is_outage
 from hpc_train.errors import CheckpointError
 
 _BLOCK_BYTES = 16 << 20
@@ -19,7 +19,10 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint of a run. problem: why it cannot be used, or None. num_bytes: of the files of its manifest."""
+    """What has the name of a checkpoint, or had it.
+
+    problem: why it cannot be used, or None. num_bytes: of the files of its manifest.
+    """
 
     path: Location
     step: int
@@ -31,7 +34,9 @@ class Listed:
 
 
 def list_checkpoints(root: Location) -> list[Listed]:
-    """All committed checkpoints below `root`, oldest first; sizes are compared, contents are not read.
+    """All that has the name of a committed checkpoint below `root`, oldest first, and what was set aside.
+
+    Sizes are compared, contents are not read.
 
     Raises:
         StoreError: the store does not answer.
@@ -39,10 +44,12 @@ def list_checkpoints(root: Location) -> list[Listed]:
     latest = read_latest(root)
     listed = []
     for entry in root.entries():
-        step = step_number(entry.name) if entry.is_folder else None
-        if step is not None:
-            listed.append(_look_at(root / entry.name, step, entry.changed_at, entry.name == latest))
-    return sorted(listed, key=lambda item: item.step)
+        step, aside = step_number(entry.name), set_aside_step(entry.name)
+        if aside is not None:
+            listed.append(_unusable(root, entry, aside, f"set aside when step {aside} was saved again"))
+        elif step is not None:
+            listed.append(_look_at(root, entry, step, entry.name == latest))
+    return sorted(listed, key=lambda item: (item.step, item.path.name))
 
 
 def verify(folder: Location, progress: Advance = UNHEARD) -> Iterator[str]:
@@ -72,14 +79,21 @@ def verify(folder: Location, progress: Advance = UNHEARD) -> Iterator[str]:
                     yield f"{name}: the bytes at {stored.start} of {folder / file} do not have their checksum"
 
 
-def _look_at(path: Location, step: int, written_at: float, is_latest: bool) -> Listed:
+def _look_at(root: Location, entry: Entry, step: int, is_latest: bool) -> Listed:
+    if not entry.is_folder:
+        return _unusable(root, entry, step, "is no folder", is_latest)
     try:
-        manifest = read_manifest(path)
+        manifest = read_committed(root / entry.name)
     except CheckpointError as error:
         if is_outage(error):
             raise
-        return Listed(path, step, 0, 0, written_at, is_latest, str(error))
-    return Listed(path, step, sum(manifest.files.values()), len(manifest.tensors), written_at, is_latest, problem=None)
+        return _unusable(root, entry, step, str(error), is_latest)
+    num_bytes = sum(manifest.files.values())
+    return Listed(root / entry.name, step, num_bytes, len(manifest.tensors), entry.changed_at, is_latest, problem=None)
+
+
+def _unusable(root: Location, entry: Entry, step: int, problem: str, is_latest: bool = False) -> Listed:
+    return Listed(root / entry.name, step, 0, 0, entry.changed_at, is_latest, problem)
 
 
 def _checksum(reader: Reader, stored: StoredBox, block: memoryview, progress: Advance) -> int:

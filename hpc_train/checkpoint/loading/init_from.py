@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from hpc_train.checkpoint.folders.find import find_checkpoint
-from hpc_train.checkpoint.format.manifest import parse_manifest, read_manifest
+from hpc_train.checkpoint.folders.find import find_checkpoint, told_model
+from hpc_train.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest
+from hpc_train.checkpoint.format.model_function import require_function
 from hpc_train.checkpoint.format.model_tensors import MODEL_PREFIX, ModelSpec, require_model
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
@@ -13,12 +14,15 @@ from hpc_train.checkpoint.loading.needs import plan_loading
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import say, warn
 
 
-def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World) -> Location:
+def load_weights(
+    source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World, allowed: Collection[str] = ()
+) -> Location:
     """Fill the pieces of the model from a checkpoint, or from a run's newest; the others are left alone. Collective.
 
-    Weights stored in another type are converted. Gives the checkpoint's path.
+    Weights stored in another type are converted. Gives the checkpoint's path. allowed: as of `require_function`.
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
@@ -29,6 +33,7 @@ def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, wor
             found = find_checkpoint(source)
             manifest = read_manifest(found)
             require_model(found, manifest, spec)
+            _compare(found, manifest, spec, allowed)
             told = [str(found), manifest.to_json()]
         except HpcTrainError as problem:
             error = CheckpointError(f"checkpoint.init_from: {problem}")
@@ -39,3 +44,12 @@ def load_weights(source: str, pieces: Sequence[StatePiece], spec: ModelSpec, wor
     damage = fill(plan_loading(path, parse_manifest(told[1], path), of_model, world, exact=False), world)
     world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage and world.rank == 0 else None)
     return path
+
+
+def _compare(found: Location, manifest: Manifest, spec: ModelSpec, allowed: Collection[str]) -> None:
+    told = told_model(found, manifest)
+    if told is None:
+        warn(f"{found} does not say of which model it is: names and shapes of its weights are right, no more is known")
+        return
+    for change in require_function(found, told, spec, allowed):
+        say(f"{change} (checkpoint.allow_changed_model)")

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpc_train.checkpoint.copies.lineage import Lineage, read_lineage
 from hpc_train.checkpoint.copies.local_saves import LocalFolder
-from hpc_train.checkpoint.folders.folder import sound_checkpoints, steps_newest_first
+from hpc_train.checkpoint.folders.folder import newest_step, sound_checkpoints, steps_newest_first
 from hpc_train.checkpoint.format.manifest import Manifest, parse_manifest
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
@@ -29,15 +29,17 @@ from hpc_train.log import warn
 class Loaded:
     """What was loaded: the folder, its step, and the plain values saved with it.
 
-    local_token: the word of the save, where it was read from the nodes' own disks. store_step: the newest checkpoint
-    that is sound in the store, on rank 0; None where there is none.
+    local_tokens: where it was read from the nodes' own disks, the words of the saves that were whole there, its own and
+    older ones, oldest first. local_twice: of the newest of them that two nodes have each part of. store_step: the
+    newest checkpoint that is sound in the store, on rank 0; None where there is none.
     """
 
     path: Location
     step: int
     values: dict[str, Any]
     store_step: int | None
-    local_token: str | None = None
+    local_tokens: tuple[str, ...] = ()
+    local_twice: str | None = None
 
 
 def load_newest(
@@ -59,8 +61,8 @@ def load_newest(
         store = _store_steps(root, None if found is None else found[1].step, world)
         from_disks, is_touched = load_local(local, pieces, world, store)
         if from_disks is not None:
-            values, token = from_disks.values, from_disks.token
-            return Loaded(locate(local.path), from_disks.step, values, store.sound, token)
+            values, tokens, twice = from_disks.values, from_disks.tokens, from_disks.twice
+            return Loaded(locate(local.path), from_disks.step, values, store.sound, tokens, twice)
     while found is not None:
         path, manifest = found
         problem = fill(plan_loading(path, manifest, pieces, world, exact=True), world)
@@ -84,7 +86,7 @@ def _store_steps(root: Location, sound: int | None, world: World) -> StoreSteps:
     newest, lineage, error = None, Lineage(), None
     if world.rank == 0:
         try:
-            newest = next((step for step, _ in steps_newest_first(root)), None)
+            newest = newest_step(root)
             lineage = read_lineage(root)
         except HpcTrainError as problem:
             error = problem

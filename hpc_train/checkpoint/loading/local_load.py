@@ -37,10 +37,11 @@ from hpc_train.plan.local_sets import FoundPart, WholeSet, choose_sets
 
 @dataclass(frozen=True)
 class LocalLoaded:
-    """What was loaded, and the word of its save."""
+    """What was loaded. tokens, twice: as of `load.Loaded.local_tokens` and `local_twice`."""
 
     step: int
-    token: str
+    tokens: tuple[str, ...]
+    twice: str | None
     values: dict[str, Any]
 
 
@@ -73,7 +74,8 @@ def load_local(
     choice = _Choice(records, world, store)
     checked: set[str] = set()
     is_touched, checks_first = False, store.sound is None
-    while (chosen := choice.next()) is not None:
+    while whole := choice.next():
+        chosen = whole[0]
         if checks_first and chosen.token not in checked:
             names = [name for name in _names(chosen) if chosen.at[name.node] == world.node_rank]
             damaged = damaged_parts(root, names, world)
@@ -88,7 +90,9 @@ def load_local(
             is_touched = is_touched or touches
             if problem is None:
                 _say_whole(chosen, world)
-                return LocalLoaded(chosen.step, chosen.token, manifest.values), True
+                tokens = tuple(entry.token for entry in reversed(whole))
+                twice = next((entry.token for entry in whole if entry.num_copies > 1), None)
+                return LocalLoaded(chosen.step, tokens, twice, manifest.values), True
             if not checks_first:
                 checks_first = True  # which part it is in, is found now
                 continue
@@ -133,8 +137,9 @@ class _Choice:
                     "from since"
                 )
 
-    def next(self) -> WholeSet | None:
-        told = None
+    def next(self) -> list[WholeSet]:
+        """The one to try now, and those behind it, the newest first; none when all were tried."""
+        told: list[list[Any]] = []
         if self._world.rank == 0:
             whole, broken = choose_sets(self._found, self._at_least)
             for entry in broken:
@@ -145,9 +150,9 @@ class _Choice:
                         f"{entry.num_nodes} nodes' parts, node {entry.missing[0]}'s first, are sound on no node of "
                         "this job"
                     )
-            told = [whole[0].step, whole[0].token, whole[0].at] if whole else None
+            told = [[entry.step, entry.token, entry.at, entry.num_copies] for entry in whole]
         told = self._world.control.broadcast(told)
-        return None if told is None else WholeSet(told[0], told[1], tuple(told[2]))
+        return [WholeSet(step, token, tuple(at), num_copies) for step, token, at, num_copies in told]
 
     def leave_out(self, damaged: dict[tuple[PartName, int], str]) -> None:
         """Not collective, and of effect on rank 0. damaged: what is wrong with parts, and the nodes that have them."""

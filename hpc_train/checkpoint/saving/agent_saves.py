@@ -29,7 +29,7 @@ from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
-from hpc_train.log import say
+from hpc_train.log import say, warn
 
 _PATIENCE_S = 10.0
 """For an agent to come up; assumed: it was started with the ranks, and they have taken a step since."""
@@ -387,6 +387,8 @@ class AgentSaves:
     def _tell(self, pending: _Pending, answer: Mapping[str, Any]) -> None:
         if self._world.rank == 0 and not pending.is_told:
             pending.is_told = True
+            for line in answer.get("told", ()):
+                warn(str(line))
             # An agent that ends in this moment does not tell its time any more; the save is committed all the same.
             seconds = float(answer.get("seconds", time.perf_counter() - pending.copied_at))
             self._report(Saved(pending.step, pending.stall_s, pending.stall_s + seconds))

@@ -107,12 +107,15 @@ def commit(
     index: Buffer,
     flow: Flow,
     log: Log,
+    tell: Log,
 ) -> None:
     """Phase 3: wait for the other nodes' records, and make the folder a checkpoint.
 
+    tell: gets what the run's own log should say as well.
+
     Raises:
         CheckpointError: another node's part does not come, the store fails, or another start of the run has begun.
-            What goes wrong when the checkpoint is there is told to `log` alone.
+            What goes wrong when the checkpoint is there is told alone.
     """
     folder = folders.temporary_folder(target.root, step, token)
     written = [*own]
@@ -123,12 +126,12 @@ def commit(
     finish(folder, step, written, values, index, log)
     require_attempt(target.root, target.attempt)
     flow.check()
-    folders.commit(folder, target.root, step, log)
+    folders.commit(folder, target.root, step, tell)
     if target.note_dir is not None:
         try:
             write_checkpoints_note(target.note_dir, CheckpointsNote(str(target.root), step))
         except OSError as problem:
-            log(f"checkpoint: the run folder could not be told of step {step}: {problem}")
+            tell(f"checkpoint: the run folder could not be told of step {step}: {problem}")
 
 
 def thin_out(target: Target, log: Log, is_enough: Callable[[], bool]) -> None:

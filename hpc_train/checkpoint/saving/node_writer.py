@@ -47,6 +47,7 @@ class _Save:
     is_taken_up: the writing thread has it, which may be busy with what was before for long.
     is_node_done: this node's part is durable. is_done: nothing of it is written to the store any more, here and, on the
     node of rank 0, anywhere, but older ones may still be removed. copying: to the nodes' own disks, which begins then.
+    told: what the ranks should say of its commit.
     """
 
     token: str
@@ -62,6 +63,7 @@ class _Save:
     is_node_done: bool = False
     is_done: bool = False
     copying: Copying | None = None
+    told: list[str] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -271,7 +273,8 @@ class Session:
             save = self._current(token)
             if not (save.is_done or (save.is_node_done and not message["commit"])):
                 return {"is_known": False}
-            return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds}
+            told = [*save.told]
+            return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds, "told": told}
 
     def abandon(self, token: str, reason: str) -> None:
         """Another node's part does not come."""
@@ -395,7 +398,12 @@ class Session:
             return  # and is done: who is told that may begin the next one
         with self._changed:
             save.is_node_done = True
-        node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log)
+
+        def tell(line: str) -> None:
+            self._log(line)
+            save.told.append(line)
+
+        node_save.commit(target, *where, written, save.values, memoryview(self._index), save.flow, self._log, tell)
         save.seconds = time.monotonic() - save.begin
         self._log(f"checkpoint: step {save.step} is committed after {save.seconds:.2f} s")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from hpc_train.checkpoint.stores.store import Cause
+from hpc_train.checkpoint.stores.store import Cause, StoreError
+from hpc_train.errors import HpcTrainError
 
 _TELL_THE_SITE = "Wait, or tell the site."
 _NEW_TICKET = "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME)."
@@ -51,6 +54,10 @@ _CAUSES: list[tuple[str, Cause]] = [
         Cause("there is no Kerberos ticket", False, _NEW_TICKET),
     ),
     (
+        r"FileAlreadyExists|ParentNotDirectory|FileExistsError|[Nn]ot a directory",
+        Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder."),
+    ),
+    (
         r"AccessControlException|Permission denied",
         Cause(
             "no permission",
@@ -67,6 +74,19 @@ _CAUSES: list[tuple[str, Cause]] = [
     (
         r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos",
         Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET),
+    ),
+    (
+        r"No NameNode hosts",
+        Cause(
+            "this is no name node's address, nor a service that is configured here",
+            False,
+            "Write hdfs://HOST:PORT/path (the port is 8020 on most sites), or set HADOOP_CONF_DIR, which says what the "
+            "name of a service stands for.",
+        ),
+    ),
+    (
+        r"PathComponentTooLong|path component name limit",
+        Cause("the name is too long for this file system", False, "Choose a shorter one."),
     ),
     (
         r"UnknownHost|lookup address|resolve host|Name or service not known|nodename nor servname",
@@ -92,6 +112,23 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
 ]
 _OTHER = Cause("HDFS refused", False, "Look at its words:")
+
+
+@contextmanager
+def connecting(url: str) -> Iterator[None]:
+    """A client that cannot even be made, in words with a cure.
+
+    Raises:
+        StoreError: in place of what it raised.
+    """
+    try:
+        yield
+    except HpcTrainError:
+        raise
+    except Exception as problem:
+        told = f"{type(problem).__name__}: {problem}"
+        cause = hdfs_cause(told)
+        raise StoreError(f"cannot use {url}: {cause.text}. {cause.cure} [{told}]", cause) from problem
 
 
 def hdfs_cause(words: str) -> Cause:

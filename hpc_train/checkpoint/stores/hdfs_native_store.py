@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
 from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 from hpc_train.errors import ConfigError
 
@@ -47,7 +47,9 @@ class HdfsNativeBackend(Backend):
     """authority: HOST:PORT of a name node, the name of a service, or "" for what Hadoop's configuration says."""
 
     def __init__(self, authority: str) -> None:
-        self._client: Any = hdfs_native.Client(f"hdfs://{authority}" if authority else None, _CONFIGURATION)
+        url = f"hdfs://{authority}"
+        with connecting(url):
+            self._client: Any = hdfs_native.Client(url if authority else None, _CONFIGURATION)
 
     def entry(self, path: str) -> Entry | None:
         try:

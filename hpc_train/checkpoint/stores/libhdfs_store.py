@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
 from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 from hpc_train.cluster.environment import tell_libraries
 from hpc_train.errors import ConfigError
@@ -71,7 +71,8 @@ class LibHdfsBackend(Backend):
         tell_libraries({"CLASSPATH": env.get("CLASSPATH") or _class_path(env), "LIBHDFS_OPTS": " ".join(options)})
         host, _, port = authority.rpartition(":") if ":" in authority else (authority, "", "0")
         # As many copies of a block as Hadoop's configuration says; pyarrow's default is 3.
-        self._files: Any = fs.HadoopFileSystem(host or "default", int(port), replication=0)
+        with connecting(f"libhdfs://{authority}"), _with_root_cause():
+            self._files: Any = fs.HadoopFileSystem(host or "default", int(port), replication=0)
 
     def entry(self, path: str) -> Entry | None:
         with _with_root_cause():

@@ -6,21 +6,28 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 
+_FILE_IN_THE_WAY = Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder.")
 _CAUSES = {
     errno.ENOSPC: Cause("no space is left", False, "Remove old files, or choose another folder."),
     errno.EDQUOT: Cause("the quota is used up", False, "Remove old files, or choose another folder."),
     errno.EACCES: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
     errno.EPERM: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
     errno.EROFS: Cause("the file system is mounted read-only", False, "Choose another one, or tell the site."),
-    errno.ENOTDIR: Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder."),
+    errno.ENOTDIR: _FILE_IN_THE_WAY,
+    errno.EEXIST: _FILE_IN_THE_WAY,
+    errno.ENOENT: Cause("no folder can be made there", False, "Choose another one."),
+    errno.ENAMETOOLONG: Cause("the name is too long for this file system", False, "Choose a shorter one."),
+    errno.ELOOP: Cause("its links lead in a circle", False, "Mend the link, or choose another folder."),
     errno.ESTALE: Cause("the file handle is stale", True, "Tell the site if its file servers do this often."),
     errno.ETIMEDOUT: Cause("the file server does not answer", True, "Tell the site."),
 }
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _WRITE_OUT_BYTES = 16 << 20
 """Written before the disk is set to work on it (assumed: a disk's queue is full with it, and calls cost nothing)."""
 _SYNC_FILE_RANGE_WRITE = 2
@@ -33,20 +40,15 @@ class LocalBackend(Backend):
     """Python's own file functions, by paths as they are given."""
 
     def entry(self, path: str) -> Entry | None:
-        try:
-            found = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return _entry(os.path.basename(path), found)
+        found = _look(path)
+        return None if found is None else _entry(os.path.basename(path), found)
 
     def entries(self, path: str) -> list[Entry]:
         listed = []
         with os.scandir(path) as folder:
             for item in folder:
-                try:
-                    listed.append(_entry(item.name, item.stat()))
-                except FileNotFoundError:
-                    continue  # removed in this moment, or a link to nothing
+                if (found := _look(item.path)) is not None:  # else removed in this moment
+                    listed.append(_entry(item.name, found))
         return listed
 
     def make_folder(self, path: str) -> None:
@@ -78,7 +80,7 @@ class LocalBackend(Backend):
 
     def free_bytes(self, path: str) -> int | None:
         place = Path(path).absolute()
-        while not place.exists() and place != place.parent:
+        while not os.path.exists(place) and place != place.parent:
             place = place.parent
         return shutil.disk_usage(place).free
 
@@ -145,6 +147,19 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def _look(path: str) -> os.stat_result | None:
+    """What has a name, behind links; of a link that leads nowhere the link, since its name is taken."""
+    try:
+        return os.stat(path)
+    except OSError as problem:
+        if problem.errno not in _NOWHERE:
+            raise
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _entry(name: str, found: os.stat_result) -> Entry:
-    is_folder = (found.st_mode & 0o170000) == 0o040000
-    return Entry(name, is_folder, 0 if is_folder else found.st_size, found.st_mtime)
+    num_bytes = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return Entry(name, stat.S_ISDIR(found.st_mode), num_bytes, found.st_mtime)

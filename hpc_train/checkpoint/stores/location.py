@@ -100,11 +100,13 @@ def locate(place: Place, patience: Patience | None = None) -> Location:
     """The location that a path or URL names; nothing is looked at yet.
 
     Raises:
-        ConfigError: a scheme that no store here has, or a URL without a path.
+        ConfigError: nothing, a scheme that no store here has, or a URL without a path.
     """
     if isinstance(place, Location):
         return place
     text = str(place)
+    if not text:
+        raise ConfigError("an empty path names no place; give a folder, a file or a URL")
     match = _URL.fullmatch(text) if isinstance(place, str) else None
     if match is None:
         return Location(_store("file", "", patience), str(Path(text)))

@@ -182,7 +182,12 @@ class Store:
         return sorted(found, key=lambda entry: entry.name)
 
     def make_folder(self, path: str) -> None:
-        self._call("make the folder", path, lambda backend: backend.make_folder(path))
+        """With those above it; nothing happens where it is there."""
+        what = "make the folder"
+        try:
+            self._call(what, path, lambda backend: backend.make_folder(path))
+        except (FileNotFoundError, FileExistsError) as problem:  # nobody goes on from these here
+            raise self.failure(what, path, problem, self.backend().cause(problem)) from problem
 
     def rename(self, source: str, target: str) -> None:
         """Give a file or folder its other name in one step. What has that name already is never replaced or entered.
@@ -200,8 +205,9 @@ class Store:
             is_asked = True
             backend.rename(source, target)
             # An old-style HDFS rename moves a folder into a folder that has appeared in the meantime.
-            inside = posixpath.join(target, posixpath.basename(source))
-            if backend.entry(target) is None or backend.entry(source) is not None or backend.entry(inside) is not None:
+            inside, found = posixpath.join(target, posixpath.basename(source)), backend.entry(target)
+            is_inside = found is not None and found.is_folder and backend.entry(inside) is not None
+            if found is None or is_inside or backend.entry(source) is not None:
                 raise StoreError(
                     f"{self.url(source)} was not renamed to {self.url(target)} as asked; is another run writing there?"
                 )

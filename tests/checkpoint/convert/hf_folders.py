@@ -48,7 +48,11 @@ def weights(spec: ModelSpec, scale: float = 0.3) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(
-    folder: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor], boxes: dict[str, Sequence[Box]] | None = None
+    folder: Path,
+    spec: ModelSpec,
+    tensors: dict[str, torch.Tensor],
+    boxes: dict[str, Sequence[Box]] | None = None,
+    step: int = 7,
 ) -> Path:
     """A checkpoint as a run leaves it, with tensors cut into the boxes given, or whole."""
     folder.mkdir(parents=True)
@@ -59,7 +63,7 @@ def write_checkpoint(
         for box in (boxes or {}).get(name, [whole]):
             make = partial(_cut, tensor, box, whole)
             pieces.append(DeferredPiece(MODEL_PREFIX + name, shape, box, tensor.dtype, make))
-    write_alone(folder, 7, pieces, {})
+    write_alone(folder, step, pieces, {})
     write_model_file(folder / "model.yaml", spec, "a test")
     return folder
 

@@ -26,7 +26,7 @@ from tests.agents import ServedAgent, served
 from tests.checkpoint.saving.node_ranks import NodeRank, check_step
 from tests.node_agents import wait_until
 
-ORDER = {"whole": None, "store_step": None}
+ORDER = {"keep": [], "store_step": None}
 
 
 class _Node:
@@ -36,7 +36,7 @@ class _Node:
         self.log, self.disk, self.store = agent.log, base / "disk" / "run", base / "store"
         self.rank = NodeRank(agent, self.store, 0, 1)
         assert self.rank.opened == {"ok": True}
-        assert self.rank.ask(_keep(self.disk)) == {"port": None}
+        assert self.rank.ask(_keep(self.disk)) == {"port": None, "has_room": True}
 
     def begin(self, token: str, step: int, *, is_for_store: bool, is_sure: bool = False) -> dict[str, Any]:
         """is_sure: as ranks do it, in a second question."""
@@ -72,7 +72,7 @@ class _Node:
 def _keep(disk: Path, **further: Any) -> dict[str, Any]:
     return {
         "say": "copies.keep", "session": "0a", "folder": str(disk), "attempt": "a1", "node": 0, "num_nodes": 1,
-        "own_bytes": 2000, "kept_node": 0, "kept_bytes": 0, "address": "", "secret": "word", "keep": 1, "whole": [],
+        "own_bytes": 2000, "kept_node": 0, "kept_bytes": 0, "address": "", "secret": "word", "keep": 1,
         "most_bytes": None, "bytes_per_s": None, "finish_s": 20.0, **further,
     }  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_a_save_to_the_store_does_not_wait_for_a_copy_that_hangs(tmp_path: Path,
         check_step(node.store, 3, 1)
         disk_hangs.set()
         told = node.begin_copy("0a4", 4)["copies"]
-        assert told == {"whole_here": None, "problem": None}, "to make room is no fault"
+        assert told == {"whole_here": None, "kept_twice": None, "problem": None}, "to make room is no fault"
         node.wait_for_part(4)
         assert node.parts() == [4], "what was given up has never become a part"
     assert any("step 1: the save of step 3 to the store goes first" in line for line in node.log)
@@ -209,5 +209,6 @@ def test_memory_that_the_job_has_not_is_no_room_for_copies(tmp_path: Path, monke
     monkeypatch.setattr(copy_keeper, "available_memory_bytes", lambda: 3000)
     with pytest.raises(CheckpointError, match=r"is memory, and 0\.00 GiB of it are to be had .* \(--mem\)"):
         NodeCopies(_keep(tmp_path / "disk" / "run"), print)
-    monkeypatch.setattr(copy_keeper, "available_memory_bytes", lambda: 4000)
-    NodeCopies(_keep(tmp_path / "disk" / "run"), print)
+    for available, has_room in ((4000, False), (6000, True)):
+        monkeypatch.setattr(copy_keeper, "available_memory_bytes", lambda available=available: available)
+        assert NodeCopies(_keep(tmp_path / "disk" / "run"), print).has_room == has_room

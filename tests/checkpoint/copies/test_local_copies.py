@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,14 +30,15 @@ from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import locate
+from hpc_train.cluster.agent_address import AgentConnection
 from hpc_train.comm.world import World
-from hpc_train.config import CheckpointConfig
+from hpc_train.config import CheckpointConfig, LocalCopiesConfig
 from hpc_train.errors import ConfigError, HpcTrainError
 from tests.agents import served
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.ranks import TestRank, run_ranks
-from tests.worlds import make_world
+from tests.worlds import make_world, single_world
 
 ELEMENTS = 1 << 14
 
@@ -180,7 +181,12 @@ def _load(me: TestRank, told: Told, attempt: str) -> tuple[int | None, bool, str
     assert loaded.values == {"num_updates": loaded.step}
     for piece, wanted in zip(pieces, plain_state.state(me, loaded.step, ELEMENTS), strict=True):
         assert torch.equal(piece.data, wanted.data), (loaded.step, piece.name)
-    return loaded.step, loaded.local_token is not None, "\n".join(said)
+    if loaded.local_tokens:
+        step_of = {name.token: name.step for path in mine.path.iterdir() if (name := PartName.of_folder(path.name))}
+        steps = [step_of.get(token) for token in loaded.local_tokens]  # of parts on other disks: None
+        assert steps[-1] in (None, loaded.step)
+        said.append(f"gone on from {len(steps)} saves, {'one' if loaded.local_twice else 'none'} kept twice")
+    return loaded.step, bool(loaded.local_tokens), "\n".join(said)
 
 
 @contextmanager
@@ -283,8 +289,8 @@ def test_the_newest_save_that_is_whole_and_good_is_gone_on_from_on_disks_or_in_t
         "other run": (2, False),
     }
     for name, words in {
-        "all": "step 3 is whole on the nodes' own disks: 3 parts",
-        "one lost": "1 of them on other nodes than before",
+        "all": "step 3 is whole on the nodes' own disks: 3 parts\ngone on from 2 saves, one kept twice",
+        "one lost": "1 of them on other nodes than before\ngone on from 2 saves, none kept twice",
         "two lost": "step 3 is not whole on the nodes' own disks: 1 of 3 nodes' parts, node 1's first",
         "record": "a part on this node's own disk is left out",
         "data": "a part on the nodes' own disks is left out",
@@ -344,6 +350,37 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start_on_all_ranks(tmp_p
         folder_of_run("$SCRATCH/x", tmp_path, {})
     with pytest.raises(ConfigError, match="which is not a path from / on"):
         folder_of_run("$SCRATCH/x", tmp_path, {"SCRATCH": "here"})
+
+
+class _Agent:
+    """An agent with room for one save more, or without."""
+
+    def __init__(self, has_room: bool) -> None:
+        self._has_room = has_room
+
+    def ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        return {"port": None, "has_room": self._has_room}, []
+
+
+@pytest.mark.parametrize(("has_room", "kept"), [(True, ["b", "c", "a"]), (False, ["b", "c"])])
+def test_the_newest_save_kept_twice_stays_beside_newer_ones_where_there_is_room(
+    tmp_path: Path, has_room: bool, kept: list[str]
+) -> None:
+    config = LocalCopiesConfig(path="/", every=1, keep=2)
+    copies = LocalCopies(single_world(), config, LocalFolder(tmp_path / "a/b/c", "start"), (), lambda: "", 1.0)
+    copies.open("session", cast(AgentConnection, _Agent(has_room)), 100)
+
+    def hear(*told: tuple[str | None, str | None]) -> list[str]:
+        copies.hear([{"copies": {"whole_here": w, "kept_twice": t, "problem": None}} for w, t in told])
+        return list(copies.order()["keep"])
+
+    assert hear(("a", "a"), ("a", "a")) == ["a"]
+    assert hear(("b", "b"), ("b", None)) == ["a", "b"]
+    assert hear(("c", None), ("c", None)) == kept
+    assert hear(("d", None), (None, None)) == kept, "it is whole on one node alone"
+    assert hear(("e", "e"), ("e", "e")) == ["c", "e"]
+    copies.loaded(["x", "y", "z"], "x", None)
+    assert copies.order()["keep"] == (["y", "z", "x"] if has_room else ["y", "z"])
 
 
 def test_copies_that_fail_are_told_once_and_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

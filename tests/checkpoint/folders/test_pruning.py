@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint.folders.folder import prune
+from hpc_train.checkpoint.folders.find import find_checkpoint
+from hpc_train.checkpoint.folders.folder import newest_step, prune
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, NewerFormatError, read_manifest
 from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cli import main
 from hpc_train.errors import CheckpointError
+from hpc_train.launch.run_folder import newest_saved_step
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.worlds import single_world
@@ -83,6 +86,29 @@ def test_removing_ends_early_where_that_is_asked_for(run: Path) -> None:
     assert asked == [[1, 2, 3, 5, 6]] and _steps(run) == [1, 2, 3, 5, 6]
     prune(locate(run / "checkpoints"), keep=2)
     assert _steps(run) == [5, 6]
+
+
+def test_a_copy_under_another_step_s_name_is_never_taken_counted_or_removed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run / "checkpoints"
+    shutil.copytree(root / "step_0000006", root / "step_0000100")
+    (root / "step_0000010").symlink_to("step_0000004")
+    assert plain_state.load(Alone(), root, ELEMENTS) == 6
+    said = capsys.readouterr().err
+    assert "step_0000100 skipped: " in said and "holds step 6, and not the one of its name" in said
+    assert newest_saved_step(run) == newest_step(locate(root)) == 6
+    assert find_checkpoint(run) == locate(root / "step_0000006")
+    prune(locate(root), keep=5)
+    assert _steps(run) == [2, 3, 4, 5, 6, 10, 100]
+    assert main(["ckpt", "prune", str(run), "--keep", "2"]) == 0
+    assert "left     step_0000100, which cannot be used" in capsys.readouterr().out
+    assert _steps(run) == [5, 6, 10, 100]
+    for step in (5, 6):
+        shutil.rmtree(root / f"step_{step:07d}")
+    with pytest.raises(CheckpointError, match="but none that is whole"):
+        find_checkpoint(run)
+    assert find_checkpoint(root / "step_0000100") == locate(root / "step_0000100"), "it was named"
 
 
 def _make_newer(run: Path, step: int) -> None:

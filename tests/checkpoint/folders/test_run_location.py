@@ -118,3 +118,25 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(
     with pytest.raises(CheckpointError, match=f"checkpoints cannot be written to .*{os.strerror(number)}"):
         _open(None, run_dir)
     assert list((run_dir / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("/proc/x", "no folder can be made there"),
+        ("file", "a file stands where a folder is needed"),
+        ("file/x", "a file stands where a folder is needed"),
+        ("nowhere", "no folder can be made there"),  # a link to nothing
+        ("loop", "its links lead in a circle"),
+        ("x" * 300, "the name is too long for this file system"),
+        ("taken", "a file stands where a folder is needed"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_told_in_words(run_dir: Path, tmp_path: Path, folder: str, why: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "nowhere").symlink_to("/proc/nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "taken" / "llama").mkdir(parents=True)
+    (tmp_path / "taken" / "llama" / "7").write_text("x")
+    with pytest.raises(CheckpointError, match=rf"{why}\. [A-Z].*\["):
+        _open(tmp_path / folder, run_dir)

@@ -176,12 +176,12 @@ def test_ranks_write_only_when_the_agent_that_commits_has_ended_with_it(tmp_path
     commit, abandon, by_ranks = node_save.commit, node_writer.Session.abandon, saver_module.save_checkpoint
 
     def slow_commit(
-        target: Any, step: int, token: str, own: Any, values: Any, index: Any, flow: Flow, log: Any
+        target: Any, step: int, token: str, own: Any, values: Any, index: Any, flow: Flow, log: Any, tell: Any
     ) -> None:
         committing.set()
         assert given_up.wait(20)
         time.sleep(0.3)
-        commit(target, step, token, own, values, index, Flow(), log)  # it was behind its last look at the flow
+        commit(target, step, token, own, values, index, Flow(), log, tell)  # it was behind its last look at the flow
         committed.set()
         order.append("committed")
 

@@ -298,7 +298,7 @@ def test_a_copy_that_waits_behind_the_removal_of_older_checkpoints_makes_way_for
     rank.take("0a1", 7)
     assert rank.wait("0a1", commit=True)["failed"] is None
     _begin([rank], "0a2", 8)
-    rank.take("0a2", 8, is_for_store=False, copy={"whole": None, "store_step": 7})
+    rank.take("0a2", 8, is_for_store=False, copy={"keep": [], "store_step": 7})
     _begin([rank], "0a3", 9)
     rank.begin("0a3", 9, is_sure=True)
     assert rank.outcome("0a2", commit=True)["is_known"], "who waits for the copy goes on"

@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
+from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.folders.folder import commit, create_temporary, read_latest, steps_newest_first
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import StoreError
 
@@ -98,16 +100,35 @@ class StoreContract:
         (folder / "file").write_text("again")
         assert (folder / "file").read_text() == "again"
 
-    def test_a_commit_replaces_only_the_damaged_one_of_its_step(self, folder: Location) -> None:
-        root = folder / "checkpoints"
-        for text in ("first", "second"):
+    def test_a_commit_keeps_what_it_finds_under_its_name_unless_its_own_start_has_saved_that(
+        self, folder: Location
+    ) -> None:
+        root, said = folder / "checkpoints", list[str]()
+        root.make_folder()
+        (root / "step_0000007").write_text("foreign")
+
+        def save(attempt: str | None, text: str) -> None:
             temporary = create_temporary(root, 7)
             (temporary / "file").write_text(text)
-            assert commit(temporary, root, 7) == root / "step_0000007"
+            manifest = Manifest(7, {ATTEMPT_VALUE: attempt}, {}, {"file": len(text)})
+            (temporary / MANIFEST_FILE).write_text(manifest.to_json())
+            assert commit(temporary, root, 7, said.append) == root / "step_0000007"
             assert (root / "step_0000007" / "file").read_text() == text
             assert [step for step, _ in steps_newest_first(root)] == [7]
             assert read_latest(root) == "step_0000007"
-        assert [entry.name for entry in root.entries()] == ["latest", "step_0000007"]
+
+        save("a", "first")
+        save("a", "second")
+        save("b", "third")
+        (root / "step_0000007" / "file").remove()
+        save("b", "fourth")
+        save(None, "fifth")
+        save(None, "sixth")
+        aside = [f"step_0000007.set-aside{number}" for number in ("", "-2", "-3", "-4", "-5")]
+        assert [entry.name for entry in root.entries()] == ["latest", "step_0000007", *aside]
+        assert all(name in line for name, line in zip(aside, said, strict=True))
+        assert (root / aside[0]).read_text() == "foreign"
+        assert [(root / aside[place] / "file").read_text() for place in (1, 3)] == ["second", "fourth"]
 
     def test_names_of_every_kind(self, folder: Location) -> None:
         for name in self.names:

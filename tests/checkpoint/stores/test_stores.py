@@ -214,6 +214,8 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
             False,
         ),
         ("AccessControlException: Client cannot authenticate via:[TOKEN, KERBEROS]", "no Kerberos ticket", False),
+        ('RuntimeError: InvalidArgument("No NameNode hosts found")', "nor a service that is configured here", False),
+        ("org.apache.hadoop.fs.ParentNotDirectoryException: /f is not a directory", "a file stands where", False),
         ("something nobody has seen", "HDFS refused", False),
     ],
 )
