@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
@@ -34,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (the table is in errors.py)."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        return int(_COMMANDS[options.command](options))
+        with _told_when_ended() if options.command in _TOLD_WHEN_ENDED else nullcontext():
+            return int(_COMMANDS[options.command](options))
     except HpcTrainError as error:
         if _is_ours_to_say(error):
             print(f"hpc-train: error: {error}", file=sys.stderr)
@@ -46,6 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough, as in `hpc-train logs | head`; what is left in the buffer has no reader.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return int(ExitCode.DONE)
+
+
+_TOLD_WHEN_ENDED = ("data", "plan", "profile")
+"""Commands that say so when a TERM ends them. Ranks and drivers handle it in their own ways."""
+
+
+@contextmanager
+def _told_when_ended() -> Iterator[None]:
+    """While inside, a TERM ends this process with a word and the code of an interruption.
+
+    Whatever has to be cleaned up has a handler of its own. An exception would not always get through: compiled code
+    that imports run into takes it for an error of its own.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, f"hpc-train: interrupted: got {signal.Signals(number).name}\n".encode())
+        os._exit(int(ExitCode.INTERNAL))
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _is_ours_to_say(error: HpcTrainError) -> bool:

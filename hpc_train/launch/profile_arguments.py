@@ -21,8 +21,8 @@ def add_profile_parser(commands: Any) -> None:
         "profile",
         help="measure what batch planning wants to know of this machine",
         description="Measure on this machine what the run's batches are planned with: attention and the rest of a "
-        "layer, passing\nkeys and values on in a ring, copies to the host. Takes a minute; the nodes should do nothing "
-        "else.",
+        "layer, passing\nkeys and values on in a ring, copies to the host. Says what each part takes, seconds to a "
+        "minute in all; the nodes\nshould do nothing else.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

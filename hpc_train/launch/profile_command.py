@@ -11,18 +11,12 @@ from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import find_situation
 from hpc_train.config import load_config
 from hpc_train.errors import ConfigError
-from hpc_train.launch.children import terminations_raise
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.exec import exec_command
 
 
 def profile_command(options: Namespace) -> int:
     """Carry out `profile`: rank 0 writes the file."""
-    with terminations_raise():
-        return _profile(options)
-
-
-def _profile(options: Namespace) -> int:
     config = load_config(options.config, options.overrides)
     out = Path(options.out).absolute()
     if not out.parent.is_dir():

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -65,9 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 error = problem
         world.agree(error)
     except HpcTrainError as problem:
-        if world.rank == problem.reporter:
+        if problem.reporter in (world.rank, None):
             say(f"error: {problem}", sys.stderr)
-        return int(problem.exit_code)
+            sys.stderr.flush()
+        if problem.reporter is not None:
+            world.control.barrier()  # the first that ends has the others ended
+        os._exit(int(problem.exit_code))  # threads of torch's would abort an end as usual
     if profile is not None:
         write_atomically(Path(options.out), profile.to_json())
         for line in _lines(profile, options.out):

@@ -438,7 +438,7 @@ def test_a_terminated_build_removes_its_files_and_workers(running_build):
     for pid in [*workers, process.pid]:
         os.kill(pid, signal.SIGTERM)
     assert process.wait(30) == 1
-    assert "stopped by SIGTERM" in process.stderr.read()
+    assert "stopped by SIGTERM before the dataset was complete; nothing was written" in process.stderr.read()
     assert list(out.iterdir()) == []
     wait_until_gone(workers)
 
