@@ -25,6 +25,7 @@ from mpi4py import MPI
 world = MPI.COMM_WORLD
 assert str(world.rank) == os.environ["RANK"], (world.rank, os.environ["RANK"])
 assert str(world.size) == os.environ["WORLD_SIZE"]
+print("mpi is up", flush=True)
 print(f"mpi {world.allreduce(world.rank)} of {world.size}", flush=True)
 """
 

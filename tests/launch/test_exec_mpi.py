@@ -63,7 +63,7 @@ def test_a_plain_torch_program_meets_over_the_store_that_the_command_holds(tmp_p
 def test_a_program_that_uses_mpi4py_itself_works(tmp_path: Path) -> None:
     done = exec_ranks(tmp_path, 3, sys.executable, "-c", programs.MPI)
     assert done.returncode == 0, done.stderr
-    assert lines_by_rank(done.stdout) == {rank: ["mpi 3 of 3"] for rank in range(3)}
+    assert lines_by_rank(done.stdout) == {rank: ["mpi is up", "mpi 3 of 3"] for rank in range(3)}
 
 
 def test_a_program_that_uses_the_library_meets_over_the_store_or_over_mpi_if_it_asks_for_that(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -39,9 +40,26 @@ def test_a_plain_torch_program_runs_over_two_nodes(slurm: Any) -> None:
 
 
 def test_a_program_that_uses_mpi4py_itself_runs_over_two_nodes(slurm: Any) -> None:
-    done = exec_in_job(slurm, ["-N2", "--ntasks-per-node=2"], sys.executable, "-c", programs.MPI)
+    job = ["-N2", "--ntasks-per-node=2"]
+    done = exec_in_job(slurm, job, sys.executable, "-c", programs.MPI)
+    if died_in_mpi_init(done):
+        print(f"a rank died in MPI_Init by Open MPI's fault (decision 5), so it is started once more:\n{done.stderr}")
+        Path("run").rename("run-that-died")
+        done = exec_in_job(slurm, job, sys.executable, "-c", programs.MPI)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert lines_by_rank(done.stdout) == {rank: ["mpi 6 of 4"] for rank in range(4)}
+    assert lines_by_rank(done.stdout) == {rank: ["mpi is up", "mpi 6 of 4"] for rank in range(4)}
+
+
+def died_in_mpi_init(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether the first rank that failed had a segmentation fault before its program's first line.
+
+    About 1 of 60 starts of such a program, which sends as soon as it has left MPI_Init (open-mpi/ompi#12495).
+    """
+    if done.returncode != 128 + signal.SIGSEGV:
+        return False
+    failure = json.loads(Path("run/failure.json").read_text())
+    is_up = re.search(rf" r{failure['rank']} \| mpi is up$", done.stdout, re.MULTILINE) is not None
+    return failure["exit_code"] == 128 + signal.SIGSEGV and not is_up
 
 
 def test_ranks_that_do_not_spread_evenly_are_placed_as_planned(slurm: Any) -> None:

@@ -62,7 +62,9 @@ class Case:
         return "\n".join([f"==== {self.name}", *texts])
 
     def is_over(self) -> bool:
-        return self.outcome().get("outcome") in ("done", "no progress", "failed")
+        """Whether no further start comes."""
+        comes_back = ("interrupted", "failed") if "launch.requeue=failed" in self.overrides else ("interrupted",)
+        return self.outcome().get("outcome", "interrupted") not in comes_back
 
 
 class Centre:

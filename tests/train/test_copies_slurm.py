@@ -25,13 +25,6 @@ EVERY = 5
 """Steps between saves to the store; the disks get each step."""
 
 
-class _Restarted(Case):
-    """A job that is put back into the queue when it fails."""
-
-    def is_over(self) -> bool:
-        return self.outcome().get("outcome") in ("done", "no progress")
-
-
 class _Kill:
     """SIGKILL to one rank, at a random moment; then some of the nodes lose what is on their disks."""
 
@@ -83,7 +76,7 @@ def _run(centre: Centre, num_nodes: int, steps: int, lost: list[Callable[[list[i
     for node in range(1, num_nodes + 1):
         (disks / f"n{node}").mkdir(parents=True)
     kills = [_Kill(centre, disks, lambda: case, which) for which in lost]
-    case = _Restarted(
+    case = Case(
         "copied",
         num_nodes=num_nodes,
         flags=["-w", f"n[1-{num_nodes}]", "--ntasks-per-node", "1"],
