@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hpc_train.errors import ExitCode, HpcTrainError
 
@@ -160,6 +160,34 @@ def report_failure(
     return exit_code
 
 
+def failure_record(
+    *,
+    rank: int | None,
+    host: str | None,
+    exit_code: int,
+    message: str,
+    kind: FailureKind,
+    trace: str = "",
+    returncode: int | None = None,
+    when: str | None = None,
+) -> dict[str, Any]:
+    """What `failure.json` holds.
+
+    returncode: of a process that ended without a word, its exit code or, negative, the signal that ended it. when:
+    None for now.
+    """
+    return {
+        "rank": rank,
+        "host": host,
+        "time": timestamp() if when is None else when,
+        "exit_code": exit_code,
+        "message": message,
+        "kind": str(kind),
+        "returncode": returncode,
+        "traceback": trace,
+    }
+
+
 def record_failure(
     run_dir: Path,
     *,
@@ -171,20 +199,10 @@ def record_failure(
     trace: str = "",
     returncode: int | None = None,
 ) -> None:
-    """Put a failure on record, if it is the first one of the attempt.
-
-    returncode: of a process that ended without a word, its exit code or, negative, the signal that ended it.
-    """
-    record = {
-        "rank": rank,
-        "host": host,
-        "time": timestamp(),
-        "exit_code": exit_code,
-        "message": message,
-        "kind": str(kind),
-        "returncode": returncode,
-        "traceback": trace,
-    }
+    """Put a failure on record, if it is the first one of the attempt; see `failure_record`."""
+    record = failure_record(
+        rank=rank, host=host, exit_code=exit_code, message=message, kind=kind, trace=trace, returncode=returncode
+    )
     # Written whole under a name of its own, then linked: the link fails if another was first.
     temporary = run_dir / f".{FAILURE_FILE}.{host}.{os.getpid()}.{threading.get_native_id()}"
     try:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,18 @@ def test_the_import_table_has_no_cycle() -> None:
         ready = {part for part, needs in MAY_IMPORT.items() if part not in done and done.issuperset(needs)}
         assert ready, f"a cycle among {sorted(set(MAY_IMPORT) - done)}"
         done |= ready
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not inside functions, nor for types only."""
+    imported: dict[str, set[str]] = {_module_name(path): set() for path in _sources()}
+    for path in _sources():
+        module = _module_name(path)
+        for _, name in _imports(path):
+            known = name if name in imported else name.rpartition(".")[0]
+            if known in imported and known != module:
+                imported[module].add(known)
+    TopologicalSorter(imported).prepare()
 
 
 def _part_of_checkpoint(module: str) -> str | None:

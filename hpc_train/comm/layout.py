@@ -18,7 +18,8 @@ from hpc_train.comm.control import Control
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.mesh import AXES, Mesh
-from hpc_train.plan.placement import AUTO_ORDER, SLURM_ORDER, place
+from hpc_train.plan.place import place
+from hpc_train.plan.placement import AUTO_ORDER, SLURM_ORDER
 from hpc_train.plan.run import Plan, PlannedRank, plan_placement
 
 

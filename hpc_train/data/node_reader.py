@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 STEPS_AHEAD = 2
 """Read before they are asked for: while one is taken, the next is whole and the one after it is being read."""
+_STEPS_AT_ONCE = STEPS_AHEAD + 2
+"""In memory at the most: one more that ranks hold, and one that is being filled."""
 
 
 @final
@@ -230,7 +232,7 @@ class Session:
         try:
             from hpc_train.data.node_steps import NodeSteps  # NumPy, which other agents never need
 
-            reader = NodeSteps(self._spec)
+            reader = NodeSteps(self._spec, _STEPS_AT_ONCE)
         except Exception as problem:
             self._fail(problem)
             return

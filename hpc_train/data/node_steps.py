@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
-from hpc_train.data.node_reader import STEPS_AHEAD
 from hpc_train.data.pieces import PiecePart, PieceReader, piece_parts
 from hpc_train.data.rows import Row, RowReader, copy_part, part_of
 from hpc_train.data.steps import Step, Steps
@@ -167,8 +166,8 @@ class PiecePlaces(Places):
 class NodeSteps:
     """Plans steps and reads the union of what the ranks of a node get of them. For one thread."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        """Open the datasets that `spec_of` named.
+    def __init__(self, spec: Mapping[str, Any], num_at_once: int) -> None:
+        """Open the datasets that `spec_of` named. num_at_once: steps that are in memory at the most.
 
         Raises:
             ConfigError, DataError: as `Steps`.
@@ -181,6 +180,7 @@ class NodeSteps:
         self._pieces = PieceReader(self._steps, vocab_size=vocab_size)
         self._num_steps = 0
         self._largest_bytes = 0
+        self._num_at_once = num_at_once
         self._is_checked = False
 
     @property
@@ -252,20 +252,19 @@ class NodeSteps:
         if self._is_checked:
             return
         self._is_checked = True
-        check_memory(num_bytes, available_memory_bytes())
+        check_memory(num_bytes, available_memory_bytes(), self._num_at_once)
 
 
-def check_memory(step_bytes: int, available_bytes: int | None) -> None:
-    """Refuse steps of which several do not fit into memory at once.
+def check_memory(step_bytes: int, available_bytes: int | None, num_at_once: int) -> None:
+    """Refuse steps of which so many do not fit into memory at once.
 
     Raises:
         ConfigError: with both sizes.
     """
-    at_once = STEPS_AHEAD + 2  # one more that ranks hold, and one that is being filled
-    if available_bytes is not None and at_once * step_bytes > available_bytes:
+    if available_bytes is not None and num_at_once * step_bytes > available_bytes:
         raise ConfigError(
             f"a step has {step_bytes / 2**20:.0f} MiB of tokens and labels for the ranks of this node, of which up to "
-            f"{at_once} are in memory at once, and {available_bytes / 2**20:.0f} MiB are available. Lower "
+            f"{num_at_once} are in memory at once, and {available_bytes / 2**20:.0f} MiB are available. Lower "
             "train.global_batch_size, or use more nodes."
         )
 

@@ -20,7 +20,7 @@ from hpc_train.plan.changes import Change, SizesError, one_of
 from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_rows, check_split
-from hpc_train.plan.placement import check_seats
+from hpc_train.plan.place import check_seats
 from hpc_train.plan.run import world_mesh
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, OUTCOME_FILE, read_json
 from hpc_train.plan.schedule_orders import check_micro_batches

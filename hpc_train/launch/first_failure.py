@@ -90,16 +90,14 @@ def _of_all_ranks(recorded: Mapping[str, Any] | None, how: str, end: RanksEnd) -
     where = "; `sacct -j JOB -o jobid,state%40` may" if end.said else ""
     by = f"Slurm said: {told}" if told is not None else f"nobody said by whom{where}"
     seen = "" if recorded is None else f". Seen first: {origin_of(recorded)}: {recorded.get('message')}"
-    return {
-        "rank": None,
-        "host": None,
-        "time": recorded["time"] if recorded is not None else log.timestamp(),
-        "exit_code": int(ExitCode.INTERNAL),
-        "message": f"{how}. The whole step was ended from outside, and no rank has failed ({by}){seen}",
-        "kind": str(FailureKind.OUTSIDE),
-        "returncode": None,
-        "traceback": "",
-    }
+    return log.failure_record(
+        rank=None,
+        host=None,
+        exit_code=int(ExitCode.INTERNAL),
+        message=f"{how}. The whole step was ended from outside, and no rank has failed ({by}){seen}",
+        kind=FailureKind.OUTSIDE,
+        when=None if recorded is None else recorded["time"],
+    )
 
 
 def _with_launcher(
@@ -123,16 +121,15 @@ def _with_launcher(
     if not named:
         return recorded
     rank, host = named[0]
-    return {
-        "rank": rank,
-        "host": host,
-        "time": recorded["time"] if recorded is not None else log.timestamp(),
-        "exit_code": int(ExitCode.INTERNAL),
-        "message": f"ended without a word; {bad_end.says} says that it was {how}",
-        "kind": str(FailureKind.ENDED),
-        "returncode": -bad_end.signal,
-        "traceback": "",
-    }
+    return log.failure_record(
+        rank=rank,
+        host=host,
+        exit_code=int(ExitCode.INTERNAL),
+        message=f"ended without a word; {bad_end.says} says that it was {how}",
+        kind=FailureKind.ENDED,
+        returncode=-bad_end.signal,
+        when=None if recorded is None else recorded["time"],
+    )
 
 
 def _named(ranks: Iterable[int]) -> str:

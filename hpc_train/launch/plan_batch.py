@@ -21,7 +21,7 @@ from hpc_train.plan.batch_page import batch_page_html
 from hpc_train.plan.batch_places import hdp_figures
 from hpc_train.plan.batch_profile import profile_of
 from hpc_train.plan.batch_report import BatchReport, batch_json, batch_text, report_batch
-from hpc_train.plan.placement import place
+from hpc_train.plan.place import place
 from hpc_train.plan.run import world_mesh
 from hpc_train.plan.run_files import write_atomically
 

@@ -24,7 +24,8 @@ from hpc_train.plan.memory import MemoryEstimate, check_memory, fullest_stage
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings
 from hpc_train.plan.peer_copies import COPY_HOLDERS, plan_peer_copies
-from hpc_train.plan.placement import Placement, place, slurm_placement
+from hpc_train.plan.place import place
+from hpc_train.plan.placement import Placement, slurm_placement
 from hpc_train.plan.run import Plan, plan_placement, world_mesh
 from hpc_train.plan.traffic import Traffic, measure_traffic
 

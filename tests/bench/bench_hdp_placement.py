@@ -22,7 +22,7 @@ from hpc_train.plan.batch_balanced import BalancedPlanner
 from hpc_train.plan.batch_places import hdp_places, ring_bytes_by_tier
 from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.placement import place
+from hpc_train.plan.place import place
 from tests.bench.bench_hdp_planner import CAPACITY, COSTS
 from tests.bench.hdp_lengths import tailed_lengths
 from tests.plan.fabrics import make_allocation

@@ -23,7 +23,7 @@ from hpc_train.cluster.fabric_clos import clos_fabric
 from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.groups import GroupPlan
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.placement import place
+from hpc_train.plan.place import place
 from hpc_train.plan.traffic import measure_traffic
 from tests.plan.fabrics import make_allocation
 

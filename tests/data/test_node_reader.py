@@ -278,10 +278,10 @@ def test_a_rank_that_waits_learns_that_the_agent_has_ended(two: list[str]) -> No
 
 def test_steps_that_memory_cannot_hold_are_refused_with_both_sizes() -> None:
     """FC-86: room for what is read ahead is looked at before it is read."""
-    check_memory(100 << 20, (100 << 20) * (STEPS_AHEAD + 2))
-    check_memory(100 << 20, None)
+    check_memory(100 << 20, 400 << 20, 4)
+    check_memory(100 << 20, None, 4)
     with pytest.raises(ConfigError, match=r"100 MiB of tokens .* up to 4 are in memory .* 399 MiB are available"):
-        check_memory(100 << 20, 399 << 20)
+        check_memory(100 << 20, 399 << 20, 4)
 
 
 def test_a_dataset_is_open_once_a_node_and_closed_when_its_ranks_have_gone(agent: ServedAgent, two: list[str]) -> None:

@@ -119,7 +119,7 @@ def test_a_node_s_part_is_read_once_and_no_more_than_it(two: list[str]) -> None:
     """Two tp ranks of each place, and neighbours of a ring, of which each needs one token more for its last label."""
     data, train = sections(two, steps=1)
     setup = setup_of()
-    reader = NodeSteps(spec_of(data, train, vocab_size=VOCAB, dp=NUM_RANKS, batches=setup))
+    reader = NodeSteps(spec_of(data, train, vocab_size=VOCAB, dp=NUM_RANKS, batches=setup), num_at_once=4)
     ranks = [SimpleNamespace(place=rank, wants_tokens=True) for rank in (0, 0, 1, 1)]
     prepared = reader.prepare(1, ranks)
     loader = Loader(data, train, vocab_size=VOCAB, dp=NUM_RANKS, batches=setup)

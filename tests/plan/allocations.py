@@ -13,7 +13,7 @@ from hpc_train.cluster.fabric import Fabric
 from hpc_train.config import Config, build_config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.placement import place
+from hpc_train.plan.place import place
 from hpc_train.plan.traffic import measure_traffic
 from tests.plan.fabrics import make_allocation, make_fabric
 

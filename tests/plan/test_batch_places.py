@@ -17,7 +17,7 @@ from hpc_train.plan.batch_places import hdp_places, ring_bytes_by_tier, ring_edg
 from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
 from hpc_train.plan.batch_table import BatchTable
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.placement import place
+from hpc_train.plan.place import place
 from hpc_train.plan.run import Plan
 from tests.plan.fabrics import make_allocation
 from tests.plan.reports import make_config, make_report

@@ -12,7 +12,8 @@ from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.ecmp import estimate_ecmp
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings, unset
-from hpc_train.plan.placement import Placement, place, slurm_placement
+from hpc_train.plan.place import place
+from hpc_train.plan.placement import Placement, slurm_placement
 from tests.plan.fabrics import make_allocation, make_fabric
 
 RING = (AxisTraffic("dp", "ring", 1000, 0),)

@@ -15,7 +15,8 @@ from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.errors import ConfigError
 from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.placement import Placement, place, slurm_placement
+from hpc_train.plan.place import place
+from hpc_train.plan.placement import Placement, slurm_placement
 from hpc_train.plan.traffic import measure_traffic
 from tests.plan.fabrics import make_allocation, make_fabric
 
