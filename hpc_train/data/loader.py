@@ -17,6 +17,7 @@ from hpc_train.data.blend import Blend
 from hpc_train.data.datasets import Sources
 from hpc_train.data.pieces import PieceReader, make_piece_batch, piece_parts
 from hpc_train.data.rows import Part, Row, RowReader, copy_part, part_of
+from hpc_train.data.step_files import StepFiles
 from hpc_train.data.steps import Step, Steps
 from hpc_train.plan.batch import MicroBatch
 from hpc_train.plan.batch_pieces import PieceBatch
@@ -70,12 +71,9 @@ class Loader:
         """
         self._seq_len = data.seq_len
         self._steps = Steps(data, train, vocab_size=vocab_size, dp=dp, sources=sources, batches=batches)
-        self._training, self._heldout = (
-            RowReader(self._steps, seq_len=data.seq_len, vocab_size=vocab_size) for _ in range(2)
-        )
-        self._training_pieces, self._heldout_pieces = (
-            PieceReader(self._steps, vocab_size=vocab_size) for _ in range(2)
-        )
+        files = [StepFiles(self._steps, vocab_size=vocab_size) for _ in range(2)]
+        self._training, self._heldout = (RowReader(one, seq_len=data.seq_len) for one in files)
+        self._training_pieces, self._heldout_pieces = map(PieceReader, files)
 
     @property
     def sources(self) -> Sources:

@@ -16,6 +16,7 @@ from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.data.pieces import PiecePart, PieceReader, piece_parts
 from hpc_train.data.rows import Row, RowReader, copy_part, part_of
+from hpc_train.data.step_files import StepFiles
 from hpc_train.data.steps import Step, Steps
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch import MicroBatch
@@ -176,8 +177,8 @@ class NodeSteps:
         batches = None if spec["batches"] is None else BatchSetup.from_json(spec["batches"])
         vocab_size = spec["vocab_size"]
         self._steps = Steps(data, train, vocab_size=vocab_size, dp=spec["dp"], batches=batches)
-        self._rows = RowReader(self._steps, seq_len=data.seq_len, vocab_size=vocab_size)
-        self._pieces = PieceReader(self._steps, vocab_size=vocab_size)
+        self._files = StepFiles(self._steps, vocab_size=vocab_size)
+        self._rows, self._pieces = RowReader(self._files, seq_len=data.seq_len), PieceReader(self._files)
         self._num_steps = 0
         self._largest_bytes = 0
         self._num_at_once = num_at_once
@@ -195,7 +196,7 @@ class NodeSteps:
 
     def summary(self) -> str:
         """What was done, in words for the log."""
-        used, largest = self._rows.bytes_used + self._pieces.bytes_used, self._largest_bytes
+        used, largest = self._files.bytes_used, self._largest_bytes
         return f"{self._num_steps} steps from {used} bytes of the datasets; the largest segment had {largest} bytes"
 
     def state(self) -> dict[str, Any]:
@@ -219,8 +220,7 @@ class NodeSteps:
         return self._read(step, ranks, f"data.heldout_{step.plan.step}", None)
 
     def close(self) -> None:
-        self._rows.close()
-        self._pieces.close()
+        self._files.close()
 
     def _read(self, step: Step, ranks: Sequence[Reading], label: str, state: Mapping[str, Any] | None) -> PreparedStep:
         places = sorted({rank.place for rank in ranks})

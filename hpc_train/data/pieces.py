@@ -6,19 +6,15 @@ in a ring touch, and are read as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.data.datasets import OpenSource
-from hpc_train.data.index import TokenFile
-from hpc_train.data.packing import Piece
-from hpc_train.data.ranges import RangeReader
-from hpc_train.data.rows import IGNORED_LABEL, check_ids
-from hpc_train.data.steps import Step, Steps
+from hpc_train.data.step_files import IGNORED_LABEL, StepFiles, WantedPiece
+from hpc_train.data.steps import Step
 from hpc_train.plan.batch import MicroBatch, Ring, SequenceSlice
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.batch_table import BatchTable
@@ -63,22 +59,12 @@ def make_piece_batch(place: int, part: PiecePart, values: NDArray[np.int32] | No
     return PieceBatch(place, part.micro_batch, part.lengths, tokens, labels)
 
 
-@dataclass
-class _Wanted:
-    """Ranges of one file, and for each the tokens and labels that it goes to."""
-
-    file: TokenFile
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    targets: list[tuple[NDArray[np.int32], NDArray[np.int32], int]] = field(default_factory=list)
-
-
 @final
 class PieceReader:
     """Reads pieces of steps. Not for several threads at once."""
 
-    def __init__(self, steps: Steps, *, vocab_size: int) -> None:
-        self._steps, self._vocab_size = steps, vocab_size
-        self._readers: dict[str, RangeReader] = {}
+    def __init__(self, files: StepFiles) -> None:
+        self._files = files
 
     def read(self, step: Step, wanted: Iterable[tuple[PiecePart, NDArray[np.int32]]]) -> None:
         """Fill micro-batches of a step, each byte of the datasets being read once for all of them.
@@ -88,64 +74,16 @@ class PieceReader:
         Raises:
             DataError: a token id is not below vocab_size, or a file was replaced.
         """
-        tokens: dict[str, _Wanted] = {}
-        masks: dict[str, _Wanted] = {}
+        pieces = []
         for part, target in wanted:
             target[1] = IGNORED_LABEL
             at = 0
             for piece in part.micro_batch.sequences:
-                views = (target[0, at : at + piece.length], target[1, at : at + piece.length])
-                self._want(step, piece, views, tokens, masks)
+                pieces.append(self._want(step, piece, target[:, at : at + piece.length]))
                 at += piece.length
-        for one in tokens.values():
-            for (of_tokens, of_labels, document), data in zip(one.targets, self._fetch(one), strict=True):
-                ids = np.frombuffer(data, one.file.dtype)
-                check_ids(ids, one.file, document, self._vocab_size)
-                of_tokens[:] = ids[: len(of_tokens)]
-                of_labels[: len(ids) - 1] = ids[1:]
-        for one in masks.values():
-            for (_, of_labels, _), data in zip(one.targets, self._fetch(one), strict=True):
-                supervised = np.frombuffer(data, one.file.dtype)[1:]
-                of_labels[: len(supervised)][supervised == 0] = IGNORED_LABEL
+        self._files.fill(pieces)
 
-    @property
-    def bytes_used(self) -> int:
-        """How many bytes of the datasets were asked for so far."""
-        return sum(reader.bytes_used for reader in self._readers.values())
-
-    def close(self) -> None:
-        """Give back all files; what is read later opens them again."""
-        for reader in self._readers.values():
-            reader.close()
-
-    def _want(
-        self,
-        step: Step,
-        piece: SequenceSlice,
-        views: tuple[NDArray[np.int32], NDArray[np.int32]],
-        tokens: dict[str, _Wanted],
-        masks: dict[str, _Wanted],
-    ) -> None:
-        source, row = self._row(step, piece.sequence)
-        start = row.start + piece.start
-        # One token more than the piece, for the last label, unless the document ends here.
-        count = min(piece.length + 1, int(source.tokens.document_lengths[row.document]) - start)
-        for file, of_files in ((source.tokens, tokens), (source.mask, masks)):
-            if file is not None:
-                entry = of_files.setdefault(file.prefix, _Wanted(file))
-                entry.ranges.append(file.document_range(row.document, start, count))
-                entry.targets.append((*views, row.document))
-
-    def _row(self, step: Step, sequence: int) -> tuple[OpenSource, Piece]:
-        """The document, or part of one, that a sequence is."""
-        ref = step.rows[sequence]
-        if step.heldout:
-            source, packing = self._steps.sources.heldout[ref.source], self._steps.heldout_packings[ref.source]
-        else:
-            source, packing = self._steps.sources.train[ref.source], self._steps.blend.packings[ref.source]
-        (piece,) = packing.row(ref.epoch, ref.row)
-        return source, piece
-
-    def _fetch(self, wanted: _Wanted) -> Sequence[memoryview]:
-        reader = self._readers.setdefault(wanted.file.prefix, RangeReader(wanted.file))
-        return reader.read(wanted.ranges)
+    def _want(self, step: Step, piece: SequenceSlice, target: NDArray[np.int32]) -> WantedPiece:
+        """A sequence is a document, or a part of one."""
+        source, (whole,) = self._files.pieces(step, piece.sequence)
+        return WantedPiece(source, whole.document, whole.start + piece.start, target[0], target[1])

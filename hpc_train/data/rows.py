@@ -6,22 +6,17 @@ Shapes: T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.data.datasets import OpenSource
-from hpc_train.data.index import TokenFile
-from hpc_train.data.packing import Packing, Piece
-from hpc_train.data.ranges import RangeReader
-from hpc_train.data.steps import Step, Steps
-from hpc_train.errors import DataError
+from hpc_train.data.step_files import IGNORED_LABEL, StepFiles, WantedPiece
+from hpc_train.data.steps import Step
 from hpc_train.plan.batch import MicroBatch, SequenceSlice
 
-IGNORED_LABEL = -100
 # Padding has no label and is its own piece, so its id is never learnt from nor attended to.
 _PADDING_ID = 0
 
@@ -118,22 +113,12 @@ def _cut(rows: Mapping[int, Row], piece: SequenceSlice, name: str) -> NDArray[np
     return values[piece.start : piece.start + piece.length]
 
 
-@dataclass
-class _Wanted:
-    """Ranges of one file, and for each where it goes: row, place in it, piece."""
-
-    file: TokenFile
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    targets: list[tuple[Row, int, Piece]] = field(default_factory=list)
-
-
 @final
 class RowReader:
     """Reads rows of steps. Not for several threads at once."""
 
-    def __init__(self, steps: Steps, *, seq_len: int, vocab_size: int) -> None:
-        self._steps, self._seq_len, self._vocab_size = steps, seq_len, vocab_size
-        self._readers: dict[str, RangeReader] = {}
+    def __init__(self, files: StepFiles, *, seq_len: int) -> None:
+        self._files, self._seq_len = files, seq_len
 
     def read(self, step: Step, sequences: Iterable[int]) -> dict[int, Row]:
         """The rows of these sequences of a step, each read once.
@@ -141,78 +126,25 @@ class RowReader:
         Raises:
             DataError: a token id is not below vocab_size, or a file was replaced.
         """
-        rows: dict[int, Row] = {}
-        tokens: dict[str, _Wanted] = {}
-        masks: dict[str, _Wanted] = {}
-        for sequence in sequences:
-            if sequence not in rows:
-                rows[sequence] = self._want(step, sequence, tokens, masks)
-        for wanted in tokens.values():
-            for (row, at, piece), data in zip(wanted.targets, self._fetch(wanted), strict=True):
-                self._place_tokens(row, at, piece, np.frombuffer(data, wanted.file.dtype), wanted.file)
-        for wanted in masks.values():
-            for (row, at, piece), data in zip(wanted.targets, self._fetch(wanted), strict=True):
-                supervised = np.frombuffer(data, wanted.file.dtype)[1:]
-                row.labels[at : at + piece.length][: len(supervised)][supervised == 0] = IGNORED_LABEL
+        wanted: list[WantedPiece] = []
+        rows = {sequence: self._want(step, sequence, wanted) for sequence in dict.fromkeys(sequences)}
+        self._files.fill(wanted)
         return rows
 
     def outline(self, step: Step, sequences: Iterable[int]) -> dict[int, Row]:
         """Rows with their pieces but without tokens and labels: nothing is read."""
-        return {sequence: self._want(step, sequence, {}, {}) for sequence in dict.fromkeys(sequences)}
+        return {sequence: self._want(step, sequence, []) for sequence in dict.fromkeys(sequences)}
 
-    @property
-    def bytes_used(self) -> int:
-        """How many bytes of the datasets were asked for so far."""
-        return sum(reader.bytes_used for reader in self._readers.values())
-
-    def close(self) -> None:
-        """Give back all files; what is read later opens them again."""
-        for reader in self._readers.values():
-            reader.close()
-
-    def _want(self, step: Step, sequence: int, tokens: dict[str, _Wanted], masks: dict[str, _Wanted]) -> Row:
-        """An empty row, and what has to be read into it."""
+    def _want(self, step: Step, sequence: int, wanted: list[WantedPiece]) -> Row:
+        """An empty row; what has to be read into it is added to `wanted`."""
         row = Row(self._seq_len)
         if sequence >= len(step.rows):
             return row
-        source, pieces = self._pieces(step, sequence)
+        source, pieces = self._files.pieces(step, sequence)
         for piece in pieces:
-            # One token more than the piece, for the last label, unless the document ends here.
-            left = int(source.tokens.document_lengths[piece.document]) - piece.start
-            count = min(piece.length + 1, left)
-            for file, wanted in ((source.tokens, tokens), (source.mask, masks)):
-                if file is not None:
-                    entry = wanted.setdefault(file.prefix, _Wanted(file))
-                    entry.ranges.append(file.document_range(piece.document, piece.start, count))
-                    entry.targets.append((row, row.num_tokens, piece))
-            row.piece_ends.append(row.num_tokens + piece.length)
+            begin, end = row.num_tokens, row.num_tokens + piece.length
+            wanted.append(
+                WantedPiece(source, piece.document, piece.start, row.tokens[begin:end], row.labels[begin:end])
+            )
+            row.piece_ends.append(end)
         return row
-
-    def _pieces(self, step: Step, sequence: int) -> tuple[OpenSource, tuple[Piece, ...]]:
-        ref = step.rows[sequence]
-        packing: Packing
-        if step.heldout:
-            source, packing = self._steps.sources.heldout[ref.source], self._steps.heldout_packings[ref.source]
-        else:
-            source, packing = self._steps.sources.train[ref.source], self._steps.blend.packings[ref.source]
-        return source, packing.row(ref.epoch, ref.row)
-
-    def _fetch(self, wanted: _Wanted) -> list[memoryview]:
-        reader = self._readers.setdefault(wanted.file.prefix, RangeReader(wanted.file))
-        return reader.read(wanted.ranges)
-
-    def _place_tokens(self, row: Row, at: int, piece: Piece, ids: NDArray[Any], file: TokenFile) -> None:
-        check_ids(ids, file, piece.document, self._vocab_size)
-        row.tokens[at : at + piece.length] = ids[: piece.length]
-        row.labels[at : at + len(ids) - 1] = ids[1:]
-
-
-def check_ids(ids: NDArray[Any], file: TokenFile, document: int, vocab_size: int) -> None:
-    """Raises DataError: tokens of a document are not below vocab_size."""
-    largest, smallest = int(ids.max()), int(ids.min()) if ids.dtype.kind == "i" else 0
-    if largest >= vocab_size or smallest < 0:
-        worst = smallest if smallest < 0 else largest
-        raise DataError(
-            f"document {document} of {file.prefix} has the token id {worst}, and model.vocab_size={vocab_size} allows "
-            f"0 to {vocab_size - 1}. Raise model.vocab_size, or build the data again."
-        )

@@ -13,30 +13,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from tests.bench.rounds import MODEL, SEQ_LEN, STEPS_A_ROUND, Peer, batches_of, our_peer, plain_model, torch_optimizer
 from tests.ranks import TestRank, run_ranks
-
-SEQ_LEN, VOCAB, STEPS_A_ROUND = 512, 8192, 3
-MODEL = {"family": "gpt", "num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": VOCAB}
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One way to train: a step over micro-batches, and the bytes of its optimizer state on this rank."""
-
-    step: Callable[[list[Any]], float]
-    optimizer_bytes: Callable[[], int]
-
-
-def _model() -> Any:
-    from hpc_train.config import ModelConfig
-    from hpc_train.models.transformer import Transformer
-
-    model = Transformer(ModelConfig.model_validate(MODEL), SEQ_LEN)
-    model.init_weights(seed=1)
-    return model
 
 
 def _ours(me: TestRank) -> Peer:
@@ -53,11 +33,7 @@ def _ours(me: TestRank) -> Peer:
         "optimizer": {"lr": 1e-4},
     }
     trainer = build_trainer(build_config(tree, "bench"), Mesh.fill(me.world_size), make_world(me))
-    moments = [moment for of_chunks in trainer.optimizer.moments.values() for moment in of_chunks]
-    return Peer(
-        lambda batches: trainer.step(1, batches, 1e-4).loss,
-        lambda: sum(moment.untyped_storage().nbytes() for moment in moments),
-    )
+    return our_peer(trainer)
 
 
 def _loss(model: Any, batch: Any) -> Any:
@@ -68,16 +44,6 @@ def _loss(model: Any, batch: Any) -> Any:
 
     logits = model(batch.tokens, batch.positions, AttentionPlan(None))
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
-
-
-def _torch_optimizer(model: Any) -> Any:
-    import torch
-
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
 def _state_bytes(optimizer: Any) -> int:
@@ -95,8 +61,8 @@ def _ddp(me: TestRank) -> Peer:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
-    optimizer = _torch_optimizer(model)
+    model = DistributedDataParallel(plain_model(), gradient_as_bucket_view=True)
+    optimizer = torch_optimizer(list(model.parameters()))
 
     def step(batches: list[Any]) -> float:
         optimizer.zero_grad(set_to_none=False)
@@ -125,11 +91,11 @@ def _fsdp2(me: TestRank, reduce_every_micro_batch: bool = True) -> Peer:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (me.world_size,))
-    model = _model()
+    model = plain_model()
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = _torch_optimizer(model)
+    optimizer = torch_optimizer(list(model.parameters()))
 
     def step(batches: list[Any]) -> float:
         optimizer.zero_grad()
@@ -154,27 +120,10 @@ PEERS: dict[str, Callable[[TestRank], Peer]] = {
 }
 
 
-def _batches(me: TestRank, num_sequences: int, micro_batch_size: int) -> list[Any]:
-    import torch
-
-    from hpc_train.data.loader import Batch
-
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCAB, (num_sequences, SEQ_LEN + 1), generator=generator)[me.rank :: me.world_size]
-    batches = []
-    for start in range(0, len(tokens), micro_batch_size):
-        part = tokens[start : start + micro_batch_size]
-        size = len(part)
-        positions = torch.arange(SEQ_LEN).expand(size, SEQ_LEN)
-        one_document = ((SEQ_LEN,),) * size
-        batches.append(Batch(part[:, :-1], part[:, 1:], positions, one_document, size * SEQ_LEN, size * SEQ_LEN))
-    return batches
-
-
 def _measure(me: TestRank, rounds: int, num_sequences: int, micro_batch_size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    batches = _batches(me, num_sequences, micro_batch_size)
+    batches = batches_of(num_sequences, micro_batch_size, slice(me.rank, None, me.world_size))
     peers = {name: make(me) for name, make in PEERS.items()}
     losses = {name: [peer.step(batches) for _ in range(2)][0] for name, peer in peers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in peers}

@@ -19,16 +19,13 @@ starts a rank on each of the first two nodes of a devcluster that runs (slurm/de
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.bench.on_nodes import on_nodes
-from tests.bench.on_ranks import on_ranks
+from tests.bench.on_nodes import run_on_two
 from tests.ranks import TestRank
 
 BUCKETS_MB = (1, 5, 25)
@@ -288,15 +285,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batches", type=int, default=1, help="of one sequence, a rank and step")
-    parser.add_argument("--cluster", help="name of a devcluster that runs")
-    parser.add_argument("--rate", default="150mbit", help="of its nodes' interfaces, in tc's words")
-    args = vars(parser.parse_args())
-    cluster = args.pop("cluster")
-    if cluster is not None:
-        sys.exit(on_nodes("tests.bench.bench_overlap_dp", cluster, args, args["rate"]))
-    results = on_ranks(_measure, 2, args)
-    if results is not None:
-        print(json.dumps(report(args, results), indent=1))
+    run_on_two(parser, "150mbit", "tests.bench.bench_overlap_dp", _measure, report)
 
 
 if __name__ == "__main__":

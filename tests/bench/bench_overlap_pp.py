@@ -18,18 +18,15 @@ starts a rank on each of the first two nodes of a devcluster that runs (slurm/de
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 from tests.bench.bench_pipeline import pipelining_peer
-from tests.bench.on_nodes import on_nodes
-from tests.bench.on_ranks import on_ranks
+from tests.bench.on_nodes import run_on_two
 from tests.bench.rounds import LOSS_TOLERANCE, MODEL, SEQ_LEN, batches_of, our_peer, our_trainer
 from tests.ranks import TestRank
 
@@ -210,15 +207,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--virtual-stages", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8, help="of one sequence, in a step")
-    parser.add_argument("--cluster", help="name of a devcluster that runs")
-    parser.add_argument("--rate", default="80mbit", help="of its nodes' interfaces, in tc's words")
-    args = vars(parser.parse_args())
-    cluster = args.pop("cluster")
-    if cluster is not None:
-        sys.exit(on_nodes("tests.bench.bench_overlap_pp", cluster, args, args["rate"]))
-    results = on_ranks(_measure, 2, args)
-    if results is not None:
-        print(json.dumps(report(args, results), indent=1))
+    run_on_two(parser, "80mbit", "tests.bench.bench_overlap_pp", _measure, report)
 
 
 if __name__ == "__main__":

@@ -19,17 +19,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from tests.bench.on_nodes import on_nodes
-from tests.bench.on_ranks import on_ranks
+from tests.bench.on_nodes import run_on_two
 from tests.ranks import TestRank
 
 VOCAB = 256
@@ -231,15 +228,7 @@ def main() -> None:
     parser.add_argument("--block", choices=("serial", "parallel"), default="parallel")
     parser.add_argument("--tiles", type=int, default=4)
     parser.add_argument("--whole-stream", type=int, choices=(0, 1), default=0, help="1: without sequence parallel")
-    parser.add_argument("--cluster", help="name of a devcluster that runs")
-    parser.add_argument("--rate", default="150mbit", help="of its nodes' interfaces, in tc's words")
-    args = vars(parser.parse_args())
-    cluster = args.pop("cluster")
-    if cluster is not None:
-        sys.exit(on_nodes("tests.bench.bench_overlap_tp", cluster, args, args["rate"]))
-    results = on_ranks(_measure, 2, args)
-    if results is not None:
-        print(json.dumps(report(args, results), indent=1))
+    run_on_two(parser, "150mbit", "tests.bench.bench_overlap_tp", _measure, report)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.bench.on_ranks import on_ranks
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_on_two(
+    parser: argparse.ArgumentParser,
+    rate: str,
+    module: str,
+    measure: Callable[..., Any],
+    report: Callable[[Mapping[str, Any], list[Any]], Mapping[str, Any]],
+) -> None:
+    """A benchmark's whole main: `measure` on two ranks, here or on nodes of a devcluster, and its report as JSON.
+
+    rate: of the nodes' interfaces where --rate gives none.
+    """
+    parser.add_argument("--cluster", help="name of a devcluster that runs")
+    parser.add_argument("--rate", default=rate, help="of its nodes' interfaces, in tc's words")
+    args = vars(parser.parse_args())
+    cluster = args.pop("cluster")
+    if cluster is not None:
+        sys.exit(on_nodes(module, cluster, args, args["rate"]))
+    results = on_ranks(measure, 2, args)
+    if results is not None:
+        print(json.dumps(report(args, results), indent=1))
 
 
 def on_nodes(module: str, cluster: str, args: Mapping[str, Any], rate: str | None, num_nodes: int = 2) -> int:

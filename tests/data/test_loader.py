@@ -15,7 +15,7 @@ from hpc_train.data.build import BuildOptions, build
 from hpc_train.data.datasets import open_sources
 from hpc_train.data.index import TokenFileWriter
 from hpc_train.data.loader import Loader
-from hpc_train.data.rows import IGNORED_LABEL
+from hpc_train.data.step_files import IGNORED_LABEL
 from hpc_train.data.steps import Step
 from hpc_train.data.tokenizer import load_tokenizer
 from hpc_train.errors import CheckpointError, ConfigError, DataError
