@@ -2,9 +2,7 @@
 
 1. who am I: the launcher's facts (one scope), MPI's, or torchrun's variables; they are compared
 2. which rank: by the plan, from this process's node and slot; without a plan the launcher's order
-3. which device: by the visible-devices rule
-4. where to meet: rank 0 binds a port first, then tells address and port
-5. torch's process group on nccl or gloo
+3. `join`: which device, where to meet, torch's process group
 """
 
 from __future__ import annotations
@@ -16,44 +14,26 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from hpc_train import log
-from hpc_train.cluster import devices, network
-from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import ProcessFacts, own_process
 from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
+from hpc_train.comm.join import Identity, Rendezvous, backend_of, bound_to, choose_device, join, set_device, timeout_of
 from hpc_train.comm.layout import Layout, agree_on_layout, keep_order, plan_layout
 from hpc_train.comm.mpi import check_pmi, check_world, library_version, load_mpi
 from hpc_train.comm.world import World
 from hpc_train.errors import ExitCode, HpcTrainError, LaunchError
 from hpc_train.plan.run import Plan
 
-if TYPE_CHECKING:
-    import torch
-    from mpi4py import MPI
-
 # About what `import torch` takes on an idle machine (measured: 2 s), during which no rank was seen inside MPI_Init.
 _LEAVE_MPI_INIT_S = 2.0
 
 Source = Literal["auto", "mpi", "env", "single"]
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """How ranks meet: the time limit of the group's operations, and under which address rank 0 is reached.
-
-    interface: a network interface in NCCL's notation. address_template: a host name made from the node's, such as
-    "{host}i". Both None: what the node's own name resolves to.
-    """
-
-    timeout_s: float = 600.0
-    interface: str | None = None
-    address_template: str | None = None
 
 
 def bootstrap(
@@ -141,23 +121,6 @@ def _leave_at_once_on_uncaught_errors(env: Mapping[str, str], process: ProcessFa
     sys.excepthook = leave
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """Ranks and node of a process, in our numbering."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    node: str
-
-    @classmethod
-    def single(cls) -> _Identity:
-        return cls(0, 1, 0, 1, 0, 1, socket.gethostname())
-
-
 def _choose_source(env: Mapping[str, str], process: ProcessFacts) -> Source:
     found = find_situation(env, process)
     if found.situation is Situation.ELASTIC:
@@ -181,10 +144,10 @@ def _refuse_other_ranks(hint: RankHint | None) -> None:
 def _bootstrap_single(
     plan: Plan | None, layout: Layout | None, rendezvous: Rendezvous, device: Literal["auto", "cpu"]
 ) -> World:
-    identity = _Identity.single()
+    identity = Identity.single()
     if layout is not None:
         plan = keep_order(layout, [(identity.node, 0)], 0)
-    return replace(_join(identity, SingleControl(), None, rendezvous, device, "single"), plan=plan)
+    return replace(join(identity, SingleControl(), None, rendezvous, device, "single"), plan=plan)
 
 
 def _bootstrap_mpi(
@@ -214,7 +177,7 @@ def _bootstrap_mpi(
         identity = _identify(control, slots, plan)
     ordered = communicator.Split(0, identity.rank)
     control = MpiControl(ordered)
-    return replace(_join(identity, control, ordered, rendezvous, device, "mpi"), plan=plan)
+    return replace(join(identity, control, ordered, rendezvous, device, "mpi"), plan=plan)
 
 
 def _let_all_leave_mpi_init(num_ranks: int) -> None:
@@ -239,7 +202,7 @@ def _slots(told: list[list[Any]]) -> list[tuple[str, int]]:
     return slots
 
 
-def _identify(control: Control, slots: list[tuple[str, int]], plan: Plan | None) -> _Identity:
+def _identify(control: Control, slots: list[tuple[str, int]], plan: Plan | None) -> Identity:
     """Ranks of this process from all processes' slots, by the plan or in the launcher's order. Collective."""
     nodes = [node for node, _ in slots]
     node, slot = slots[control.rank]
@@ -252,7 +215,7 @@ def _identify(control: Control, slots: list[tuple[str, int]], plan: Plan | None)
         except LaunchError as problem:
             error = problem
     control.agree(error, node)
-    return _Identity(
+    return Identity(
         rank=rank,
         world_size=control.size,
         local_rank=slot,
@@ -287,10 +250,10 @@ def _bootstrap_env(
     import torch.distributed as dist
 
     ranks = elastic_ranks(env)
-    chosen = _choose_device(env, ranks.local_rank, ranks.local_world_size, device)
-    backend = _backend(chosen)
-    _set_device(chosen)
-    dist.init_process_group(backend, init_method="env://", timeout=_timeout(rendezvous), device_id=_bound(chosen))
+    chosen = choose_device(env, ranks.local_rank, ranks.local_world_size, device)
+    backend = backend_of(chosen)
+    set_device(chosen)
+    dist.init_process_group(backend, init_method="env://", timeout=timeout_of(rendezvous), device_id=bound_to(chosen))
     if (dist.get_rank(), dist.get_world_size()) != (ranks.rank, ranks.world_size):
         raise LaunchError(
             f"RANK={ranks.rank} and WORLD_SIZE={ranks.world_size} do not agree with torch's process group, rank "
@@ -323,154 +286,6 @@ def _bootstrap_env(
         source="env",
         plan=plan,
     )
-
-
-def _join(
-    identity: _Identity,
-    control: Control,
-    communicator: MPI.Comm | None,
-    rendezvous: Rendezvous,
-    device: Literal["auto", "cpu"],
-    source: str,
-) -> World:
-    """Choose the device, meet the other ranks, make the process group. Collective."""
-    env = process_env()
-    listener, address, error = None, None, None
-    try:
-        # On every rank: gloo advertises each node's own address in the same way.
-        address = network.advertised_address(
-            identity.node,
-            rendezvous.interface,
-            identity.num_nodes,
-            template=rendezvous.address_template,
-        )
-        if identity.rank == 0 and identity.world_size > 1:
-            address, port = network.preset_address(env) or (address, None)
-            listener = _listen(address, port or 0)
-    except LaunchError as problem:
-        error = problem
-    control.agree(error, identity.node)
-    import torch.distributed as dist
-
-    chosen, error = None, None
-    try:
-        chosen = _choose_device(env, identity.local_rank, identity.local_world_size, device)
-    except LaunchError as problem:
-        error = problem
-    control.agree(error, identity.node)
-    assert chosen is not None
-    _set_device(chosen)
-    backend = _backend(chosen)
-    if identity.world_size == 1:
-        _init_group(backend, dist.HashStore(), identity, rendezvous, chosen)
-    else:
-        place = [address, listener.getsockname()[1]] if listener else None
-        host, port = control.broadcast(place)
-        store = _store(host, port, identity, rendezvous, listener)
-        _init_group(backend, store, identity, rendezvous, chosen)
-        _prove_connected(chosen, identity)
-    return World(
-        **{name: getattr(identity, name) for name in identity.__dataclass_fields__},
-        device=chosen,
-        backend=backend,
-        control=control,
-        mpi=communicator,
-        source=source,
-    )
-
-
-def _init_group(backend: str, store: Any, identity: _Identity, rendezvous: Rendezvous, device: torch.device) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        timeout=_timeout(rendezvous),
-        device_id=_bound(device),
-    )
-
-
-def _bound(device: torch.device) -> torch.device | None:
-    """nccl connects all ranks at once to a device that it is told, and can then split groups off; gloo has none."""
-    return device if device.type == "cuda" else None
-
-
-def _prove_connected(device: torch.device, identity: _Identity) -> None:
-    """One real sum over all ranks: what is wrong with the network shows now, and not hours into a queue of steps."""
-    import torch
-    import torch.distributed as dist
-
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total)
-    if int(total) != identity.world_size:
-        raise LaunchError(
-            f"a first sum over {identity.world_size} ranks gave {float(total):g}. The network or its library "
-            "corrupts data; run the job on other nodes (submit -x NODE) to find which."
-        )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Bind the port (0: a free one) before anyone is told of it. The queue is long: all ranks call at once."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, port))
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"rank 0 cannot listen on {address}, port {port}: {error}. Name the interface that the nodes share with "
-            "launch.interface=NAME."
-        ) from error
-    return listener
-
-
-def _store(host: str, port: int, identity: _Identity, rendezvous: Rendezvous, listener: socket.socket | None) -> Any:
-    import torch.distributed as dist
-
-    return dist.TCPStore(
-        host_name=host,
-        port=port,
-        world_size=identity.world_size,
-        is_master=listener is not None,
-        timeout=_timeout(rendezvous),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener else None,
-    )
-
-
-def _choose_device(
-    env: Mapping[str, str], local_rank: int, local_world_size: int | None, device: Literal["auto", "cpu"]
-) -> torch.device:
-    import torch
-
-    if device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        devices.refuse_amd_only(len(read_machine().gpus))
-        return torch.device("cpu")
-    choice = devices.choose_device(env, local_rank, local_world_size, torch.cuda.device_count())
-    if choice.warning and local_rank == 0:
-        log.warn(choice.warning)
-    return torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
-
-
-def _set_device(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _timeout(rendezvous: Rendezvous) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=rendezvous.timeout_s)
 
 
 @contextmanager

@@ -20,15 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.data.encode import Encoded, Work, encode_all
-from hpc_train.data.index import (
-    TokenFileWriter,
-    bin_path,
-    dtype_for_vocab,
-    explain_write_error,
-    index_path,
-    loss_mask_prefix,
-    sidecar_path,
-)
+from hpc_train.data.index import bin_path, dtype_for_vocab, index_path, loss_mask_prefix, sidecar_path
+from hpc_train.data.index_writer import TokenFileWriter, explain_write_error
 from hpc_train.data.sidecar import Sidecar, sha256_of_file
 from hpc_train.data.sources import (
     RowFields,

@@ -1,4 +1,4 @@
-"""Read and write Megatron's token files: `PREFIX.bin` (the tokens) and `PREFIX.idx` (where each sequence is).
+"""Megatron's token files, read: `PREFIX.bin` (the tokens) and `PREFIX.idx` (where each sequence is).
 
 The layout is byte for byte the one that megatron-core's IndexedDataset reads and writes. The index, little-
 endian: 9 bytes of magic, u64 version 1, u8 type code, u64 number of sequences, u64 number of document
@@ -7,32 +7,29 @@ indices, then int32 lengths, int64 byte offsets, int64 document indices. All ari
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
-import shutil
 import struct
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from hpc_train.errors import DataError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_VERSION = 1
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
 # The format's type codes. Codes 6 and 7 are floating point and never hold tokens.
 _DTYPE_OF_CODE: dict[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
 }  # fmt: skip
-_CODE_OF_DTYPE = {name: code for code, name in _DTYPE_OF_CODE.items()}
-_INT32_MAX = 2**31 - 1
+CODE_OF_DTYPE = {name: code for code, name in _DTYPE_OF_CODE.items()}
+INT32_MAX = 2**31 - 1
 
 # Assumed: a file that another node replaces is back within a few seconds of NFS attribute caching.
 _STALE_TRIES = 5
@@ -66,10 +63,10 @@ def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
     Raises:
         DataError: vocab_size < 1, or ids that do not fit in int32.
     """
-    if not 1 <= vocab_size <= _INT32_MAX:
+    if not 1 <= vocab_size <= INT32_MAX:
         raise DataError(
             f"a vocabulary of {vocab_size} tokens cannot be stored: a token file holds ids from 0 to "
-            f"{_INT32_MAX - 1}. "
+            f"{INT32_MAX - 1}. "
             "Check the tokenizer."
         )
     return np.dtype(np.uint16) if vocab_size - 1 <= np.iinfo(np.uint16).max else np.dtype(np.int32)
@@ -115,21 +112,21 @@ class TokenFile:
 
     def _read_index(self, index: memoryview | bytes) -> None:
         path, found = index_path(self.prefix), len(index)
-        if found < _HEADER.size:
+        if found < HEADER.size:
             raise DataError(
-                f"{path} is truncated: an index begins with {_HEADER.size} bytes of header, the file has "
+                f"{path} is truncated: an index begins with {HEADER.size} bytes of header, the file has "
                 f"{found} bytes. "
                 "Copy it again, or make it again with 'hpc-train data build'."
             )
-        magic, version, code, num_sequences, num_indices = _HEADER.unpack(index[: _HEADER.size])
-        if magic != _MAGIC:
+        magic, version, code, num_sequences, num_indices = HEADER.unpack(index[: HEADER.size])
+        if magic != MAGIC:
             raise DataError(
-                f"{path} is not a token index: it begins with {bytes(magic)!r}, an index with {_MAGIC!r}. "
+                f"{path} is not a token index: it begins with {bytes(magic)!r}, an index with {MAGIC!r}. "
                 "Give the prefix of a Megatron .bin/.idx pair (without the ending)."
             )
-        if version != _VERSION:
+        if version != VERSION:
             raise DataError(
-                f"{path} is index version {version}; only version {_VERSION} can be read. Make it again "
+                f"{path} is index version {version}; only version {VERSION} can be read. Make it again "
                 "with 'hpc-train data build'."
             )
         name = _DTYPE_OF_CODE.get(code)
@@ -140,7 +137,7 @@ class TokenFile:
                 "was made."
             )
         self.dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
-        needed = _HEADER.size + 12 * num_sequences + 8 * num_indices
+        needed = HEADER.size + 12 * num_sequences + 8 * num_indices
         # A multimodal index has one more int8 a sequence at its end; it is not used here.
         if found not in (needed, needed + num_sequences):
             raise DataError(
@@ -148,7 +145,7 @@ class TokenFile:
                 "document "
                 f"indices, and has {found}. Copy it again, or make it again with 'hpc-train data build'."
             )
-        offset = _HEADER.size
+        offset = HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, offset)
         self.pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset + 4 * num_sequences)
         self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_indices, offset + 12 * num_sequences)
@@ -316,152 +313,3 @@ def retry_stale(attempt: Callable[[], T], prefix: str | Path, sleep: Callable[[f
                 ) from error
             sleep(_STALE_PAUSE_S)
     raise AssertionError("the last try returns or raises")
-
-
-@final
-class TokenFileWriter:
-    """Write a token file; PREFIX.bin and PREFIX.idx appear, complete, when `finish` returns.
-
-    Until then everything is in temporary files beside them, which `discard`, or leaving the `with` block
-    without `finish`, removes.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, overwrite: bool = False) -> None:
-        self.prefix = str(prefix)
-        self.dtype = np.dtype(dtype)
-        if self.dtype.name not in _CODE_OF_DTYPE or self.dtype.kind not in "iu":
-            raise DataError(f"{self.dtype.name} cannot be the type of a token file; use uint8, uint16, int32 or int64.")
-        for path in (index_path(prefix), bin_path(prefix)):
-            if path.exists() and not overwrite:
-                raise DataError(
-                    f"{path} exists, and a running job may have it mapped. Choose another --out, or give --overwrite."
-                )
-        self._lengths = array("i")
-        self._num_bytes = 0
-        mark = f".tmp-{os.getpid()}"
-        self._bin_tmp, self._index_tmp = Path(f"{prefix}.bin{mark}"), Path(f"{prefix}.idx{mark}")
-        self._finished = False
-        with self._explain():
-            self._stream: BinaryIO = open(self._bin_tmp, "wb", buffering=1 << 20)  # noqa: SIM115
-
-    def __enter__(self) -> TokenFileWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._finished:
-            self.discard()
-
-    def add_document(self, tokens: ArrayLike | Sequence[int]) -> None:
-        """Append one document of one sequence. No tokens is a document too.
-
-        Raises:
-            DataError: an id is negative or does not fit the type; the disk is full.
-        """
-        ids = np.asarray(tokens)
-        self.add_documents(ids if ids.size else ids.astype(self.dtype), [ids.size])
-
-    def add_documents(self, tokens: NDArray[Any], lengths: ArrayLike) -> None:
-        """Append several documents, whose tokens lie one after another in one array."""
-        sizes = np.asarray(lengths, dtype=np.int64)
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or int(sizes.sum()) != tokens.size:
-            raise DataError(
-                f"documents are one row of whole numbers, {sizes.sum()} in all, and not {tokens.dtype} of "
-                f"shape {tokens.shape}."
-            )
-        self._check_ids(tokens, sizes)
-        with self._explain():
-            self._stream.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
-        self._lengths.frombytes(sizes.astype(np.int32).tobytes())
-        self._num_bytes += tokens.size * self.dtype.itemsize
-
-    def _check_ids(self, tokens: NDArray[Any], sizes: NDArray[np.int64]) -> None:
-        limit = int(np.iinfo(self.dtype).max)
-        if sizes.size and int(sizes.max()) > _INT32_MAX:
-            raise DataError(
-                f"document {len(self._lengths) + int(sizes.argmax())} has {int(sizes.max())} tokens; the "
-                "index holds "
-                f"lengths up to {_INT32_MAX}. Split it."
-            )
-        if not tokens.size or (int(tokens.min()) >= 0 and int(tokens.max()) <= limit):
-            return
-        at = int(tokens.argmin()) if int(tokens.min()) < 0 else int(tokens.argmax())
-        document = len(self._lengths) + int(np.searchsorted(np.cumsum(sizes), at, side="right"))
-        raise DataError(
-            f"token id {int(tokens[at])} in document {document} does not fit {self.dtype.name} (0 to "
-            f"{limit}) of "
-            f"{self.prefix}.bin. Choose the type with dtype_for_vocab(vocab_size), added tokens included."
-        )
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._lengths)
-
-    def finish(self) -> None:
-        """Complete both files on disk and give them their names."""
-        self.complete()
-        self.publish()
-
-    def complete(self) -> None:
-        """Write both temporary files to the end and to the disk."""
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        pointers = ends - lengths.astype(np.int64) * self.dtype.itemsize
-        header = _HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[self.dtype.name], len(lengths), len(lengths) + 1)
-        with self._explain():
-            _flush_to_disk(self._stream)
-            self._stream.close()
-            with open(self._index_tmp, "wb") as stream:
-                stream.write(header)
-                stream.write(lengths.astype("<i4", copy=False).tobytes())
-                stream.write(pointers.astype("<i8", copy=False).tobytes())
-                stream.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-                _flush_to_disk(stream)
-
-    def publish(self) -> None:
-        """Give the completed files their names."""
-        with self._explain():
-            # The index goes first and comes last: no moment shows an index beside another file's tokens.
-            index_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._bin_tmp, bin_path(self.prefix))
-            os.replace(self._index_tmp, index_path(self.prefix))
-        self._finished = True
-
-    def discard(self) -> None:
-        """Remove what was written so far. Safe to call twice."""
-        with contextlib.suppress(OSError):  # closing flushes, and a full disk fails here again
-            self._stream.close()
-        for path in (self._bin_tmp, self._index_tmp):
-            path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _explain(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if hasattr(self, "_stream"):
-                self.discard()
-            raise explain_write_error(error, bin_path(self.prefix), self._num_bytes) from error
-
-
-def _flush_to_disk(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def explain_write_error(error: OSError, path: Path, num_bytes: int) -> DataError:
-    """Say in one sentence why a file could not be written and what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        try:
-            free = f"{shutil.disk_usage(path.parent).free} bytes are free there"
-        except OSError:
-            free = "the free space there is unknown"
-        return DataError(
-            f"no space left for {path} after {num_bytes} bytes ({error.strerror}); {free}, and a quota may "
-            "be lower. "
-            "The temporary files were removed. Free space, or choose another --out."
-        )
-    if error.errno == errno.ENOENT and not path.parent.is_dir():
-        return DataError(f"{path} cannot be written: the folder {path.parent} does not exist. Make it first.")
-    if error.errno == errno.ENOENT:
-        return DataError(f"{path} cannot be written: {path.parent} takes no new files. Choose another --out.")
-    return DataError(f"{path} cannot be written: {error.strerror or error}.")

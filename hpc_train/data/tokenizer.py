@@ -209,7 +209,7 @@ def train_bpe(
 
 def write_text_whole(path: Path, text: str) -> None:
     """Write a small file so that its name never shows half of it."""
-    from hpc_train.data.index import explain_write_error
+    from hpc_train.data.index_writer import explain_write_error
 
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:

@@ -33,7 +33,7 @@ class Laid:
 
 def assemble(problem: BatchProblem, laid: Laid, *, is_aligned: bool, fewest: int) -> BatchTable:
     """Make the table. is_aligned: a ring has the same place in all its members' lists. fewest: micro-batches a rank."""
-    from hpc_train.plan.batch_kernels import lay_rings, number_micro_batches, pack_bins
+    from hpc_train.plan.batch_list_kernels import lay_rings, number_micro_batches, pack_bins
 
     laid = _in_order_of_start(laid)
     num_ranks = len(laid.rank)

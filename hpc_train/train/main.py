@@ -52,7 +52,7 @@ from hpc_train.plan.run_files import (
 from hpc_train.train.stop import StopMark
 
 if TYPE_CHECKING:
-    from hpc_train.comm.bootstrap import Rendezvous
+    from hpc_train.comm.join import Rendezvous
     from hpc_train.comm.world import World
     from hpc_train.config import Config
     from hpc_train.train.debugger import Debugger
@@ -242,7 +242,7 @@ def _rendezvous(env: Mapping[str, str]) -> Rendezvous:
     The whole configuration is read once all are connected: its check costs 0.3 s a rank (measured; it is pydantic's
     import), and on a busy node the ranks would wait for each other that much longer.
     """
-    from hpc_train.comm.bootstrap import Rendezvous
+    from hpc_train.comm.join import Rendezvous
 
     return Rendezvous(**json.loads(env[RENDEZVOUS_VARIABLE]))
 

@@ -42,7 +42,8 @@ from typing import Any
 import numpy as np
 
 from hpc_train.config import DataConfig, SourceConfig, TrainConfig
-from hpc_train.data.index import TokenFileWriter, index_path, sidecar_path
+from hpc_train.data.index import index_path, sidecar_path
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.sidecar import Sidecar, sha256_of_file
 from tests.processes import descendants, kill_tree
 

@@ -148,7 +148,7 @@ def test_ranks_that_ask_for_different_layouts_or_do_not_come_are_told(tmp_path):
     script.write_text(
         "import json, os, time\n"
         "from hpc_train import Layout, bootstrap, build_groups\n"
-        "from hpc_train.comm.bootstrap import Rendezvous\n"
+        "from hpc_train.comm.join import Rendezvous\n"
         "second = os.environ['OMPI_COMM_WORLD_RANK'] == '1'\n"
         "told = []\n"
         "try: bootstrap(layout=Layout(pp=2) if second else Layout(tp=2), device='cpu')\n"
@@ -236,10 +236,10 @@ def test_torchruns_variables_become_a_world():
 
 
 def test_a_rank_on_a_node_with_amd_gpus_only_is_refused_unless_it_asked_for_the_cpu(monkeypatch):
-    from hpc_train.comm import bootstrap as module
+    from hpc_train.comm.join import choose_device
 
     monkeypatch.setattr("hpc_train.cluster.devices.count_amd_gpus", lambda root: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(LaunchError, match="4 AMD GPUs and no NVIDIA ones"):
-        module._choose_device({}, 0, 1, "auto")
-    assert module._choose_device({}, 0, 1, "cpu").type == "cpu"
+        choose_device({}, 0, 1, "auto")
+    assert choose_device({}, 0, 1, "cpu").type == "cpu"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.config import DataConfig, SourceConfig, TrainConfig
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.loader import Batch, Loader
 
 VOCAB = 1000

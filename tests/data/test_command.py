@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.data.arguments import add_data_parser
 from hpc_train.data.command import run_data_command
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.show import show
 from hpc_train.errors import ConfigError, DataError
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_train.data import index
-from hpc_train.data.index import TokenFile, TokenFileWriter, bin_path, dtype_for_vocab, index_path
+from hpc_train.data.index import TokenFile, bin_path, dtype_for_vocab, index_path
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.errors import DataError
 
 
@@ -364,7 +365,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
     code = """
         import resource, sys
         import numpy as np
-        from hpc_train.data.index import TokenFileWriter
+        from hpc_train.data.index_writer import TokenFileWriter
         from hpc_train.errors import DataError
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:

@@ -13,7 +13,7 @@ from hpc_train.config import DataConfig, SourceConfig, TrainConfig
 from hpc_train.data import datasets
 from hpc_train.data.build import BuildOptions, build
 from hpc_train.data.datasets import open_sources
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.loader import Loader
 from hpc_train.data.step_files import IGNORED_LABEL
 from hpc_train.data.steps import Step

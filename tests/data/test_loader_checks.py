@@ -10,7 +10,7 @@ import pytest
 from hpc_train.config import DataConfig, SourceConfig
 from hpc_train.data.build import BuildOptions, build
 from hpc_train.data.datasets import open_sources
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.tokenizer import load_tokenizer, train_bpe
 from hpc_train.errors import DataError
 

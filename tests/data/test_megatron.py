@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hpc_train.data.index import TokenFile, TokenFileWriter
+from hpc_train.data.index import TokenFile
+from hpc_train.data.index_writer import TokenFileWriter
 
 # Importing megatron-core warns about what it and its own imports use.
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]

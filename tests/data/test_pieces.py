@@ -13,7 +13,8 @@ from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.agent_batches import AgentAddress, AgentBatches, ReadingPlace
 from hpc_train.data.batch_source import OwnBatches
 from hpc_train.data.feed import Feed, open_feed
-from hpc_train.data.index import TokenFile, TokenFileWriter, loss_mask_prefix
+from hpc_train.data.index import TokenFile, loss_mask_prefix
+from hpc_train.data.index_writer import TokenFileWriter
 from hpc_train.data.loader import Loader
 from hpc_train.data.node_steps import NodeSteps, spec_of
 from hpc_train.errors import ConfigError

@@ -38,7 +38,7 @@ def write_training_config(folder: Path, name: str = "little", **sections: dict[s
     """A configuration with real data that trains in a second: random documents of a small vocabulary."""
     import numpy as np
 
-    from hpc_train.data.index import TokenFileWriter
+    from hpc_train.data.index_writer import TokenFileWriter
 
     random = np.random.default_rng(0)
     with TokenFileWriter(folder / "tokens", np.uint16) as writer:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.config import Config
-from hpc_train.plan.checkpoint_load import BoxTable, Places
+from hpc_train.plan.box_table import BoxTable
+from hpc_train.plan.checkpoint_readers import Places
 from hpc_train.plan.flat import Box, boxes_of_range, lay_out
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, LocalParameter, ModelPart, TensorSplit, plan_parameters

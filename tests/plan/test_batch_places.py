@@ -78,7 +78,7 @@ def test_a_ring_over_whole_nodes_of_a_leaf_leaves_each_node_by_a_rail_that_the_n
 
 @pytest.mark.parametrize("sizes", [[3, 8, 8, 2], [1, 1, 1], [8, 1, 8], [2, 2], [5], [8, 8, 8, 8, 8], [1, 8], [4, 3]])
 def test_the_way_round_a_ring_passes_each_member_once_and_changes_hosts_on_one_port(sizes):
-    from hpc_train.plan.batch_kernels import lay_rings
+    from hpc_train.plan.batch_list_kernels import lay_rings
 
     hosts = np.repeat(np.arange(len(sizes)), sizes)
     # The first host lacks low rails, as where a ring begins in the middle of a node; others lack high ones.

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.plan.checkpoint_load import LoadPlan, Places, chunks_of, num_chunks, plan_load
+from hpc_train.plan.box_table import chunks_of, num_chunks
+from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
+from hpc_train.plan.checkpoint_readers import Places
 from hpc_train.plan.flat import Box, boxes_of_range
 from hpc_train.plan.mesh import Mesh
 from tests.plan.held_state import HeldState, held_state, places_of, table_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from tests.ranks import mpi_environment, run_tree
 
 VOCAB = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.data.index import TokenFileWriter
+from hpc_train.data.index_writer import TokenFileWriter
 from tests.faults.plan import FaultPlan
 from tests.train.forked_runs import train_forked
 from tests.train.runs import VOCAB, hpc_train, metrics, write_config

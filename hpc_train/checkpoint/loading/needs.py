@@ -14,7 +14,9 @@ from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
-from hpc_train.plan.checkpoint_load import BoxTable, LoadPlan, Places, plan_load
+from hpc_train.plan.box_table import BoxTable
+from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
+from hpc_train.plan.checkpoint_readers import Places
 from hpc_train.plan.flat import Box
 
 _MOST_NAMES = 5
