@@ -52,10 +52,11 @@ class BatchCosts:
     """Time of a micro-batch in one layer, in ticks of any length.
 
     attention_per_square: for each token times token of a sequence. linear_per_token: all that grows with the tokens.
-    ring_per_token: of a sequence on a ring, the time of passing all its keys, values and gradients once round, home
-    too. ring_last_hop_per_token: the part of that for what does not go home: a ring of N ranks saves an Nth of it.
-    ring_per_step: what each step of a ring takes beside. per_micro_batch: constant. offload: None where activations
-    stay on the device. tick_s: how long a tick is, for people.
+    ring_per_token: of a sequence on a ring, the time of passing all its keys, values and gradients once round, beside
+    attention. ring_last_hop_per_token: the part of that for what makes one hop less, an Nth of it in a ring of N.
+    ring_home_per_token: an Nth of it is the hop that takes gradients home, beside nothing. ring_per_step: what each
+    step of a ring takes beside. per_micro_batch: constant. offload: None where activations stay on the device. tick_s:
+    how long a tick is, for people.
     """
 
     attention_per_square: int
@@ -66,6 +67,7 @@ class BatchCosts:
     offload: OffloadCosts | None = None
     tick_s: float = TICK_S
     ring_last_hop_per_token: int = 0
+    ring_home_per_token: int = 0
 
     def __post_init__(self) -> None:
         numbers = self.numbers
@@ -79,23 +81,25 @@ class BatchCosts:
             )
 
     @property
-    def numbers(self) -> tuple[int, int, int, int, int, int]:
+    def numbers(self) -> tuple[int, int, int, int, int, int, int]:
         """As the compiled parts take them."""
         return (
             self.attention_per_square, self.linear_per_token, self.ring_per_token, self.ring_per_step,
-            self.per_micro_batch, self.ring_last_hop_per_token,
+            self.per_micro_batch, self.ring_last_hop_per_token, self.ring_home_per_token,
         )  # fmt: skip
 
     def micro_batch(self, squares: Any, tokens: Any, size: Any) -> Any:
         """Ticks of a micro-batch in one layer on each of `size` ranks; numbers or arrays.
 
-        Attention and passing run beside each other, the rest after them; so a ring takes as long as the slower of the
-        two. squares: the sum of the squares of its sequences' lengths. tokens: the sum of their lengths.
+        Attention and passing run beside each other, gradients' way home and the rest after them; so a ring takes as
+        long as the slower of the two. squares: the sum of the squares of its sequences' lengths. tokens: the sum of
+        their lengths.
         """
-        a, b, passing, step, constant, last_hop = self.numbers
+        a, b, passing, step, constant, last_hop, home = self.numbers
         attention, linear = -(-a * squares // size), -(-b * tokens // size)
-        ring = np.where(np.asarray(size) > 1, passing * tokens - last_hop * tokens // size + step * size, 0)
-        found = np.maximum(attention, ring) + linear + constant
+        is_ring = np.asarray(size) > 1
+        ring = np.where(is_ring, passing * tokens - last_hop * tokens // size + step * size, 0)
+        found = np.maximum(attention, ring) + np.where(is_ring, -(-home * tokens // size), 0) + linear + constant
         return int(found) if np.ndim(found) == 0 else found
 
     def compute(self, squares: Any, tokens: Any, size: Any) -> Any:
@@ -111,6 +115,7 @@ class BatchCosts:
         ring_s_per_step: float = 0.0,
         micro_batch_s: float = 0.0,
         ring_last_hop_s_per_token: float = 0.0,
+        ring_home_s_per_token: float = 0.0,
         num_layers: int = 1,
         copy_s_per_token: float | None = None,
         tick_s: float = TICK_S,
@@ -127,6 +132,7 @@ class BatchCosts:
             "ring_s_per_step": ring_s_per_step,
             "micro_batch_s": micro_batch_s,
             "ring_last_hop_s_per_token": ring_last_hop_s_per_token,
+            "ring_home_s_per_token": ring_home_s_per_token,
             "copy_s_per_token": 0.0 if copy_s_per_token is None else copy_s_per_token,
         }
         for name, value in seconds.items():
@@ -136,8 +142,8 @@ class BatchCosts:
                 )
         *ticks, copying = (round(value / tick_s) for value in seconds.values())
         offload = None if copy_s_per_token is None else OffloadCosts(num_layers, copying)
-        attention, linear, ring, step, constant, last_hop = ticks
-        return BatchCosts(attention, linear, ring, step, constant, offload, tick_s, last_hop)
+        attention, linear, ring, step, constant, last_hop, home = ticks
+        return BatchCosts(attention, linear, ring, step, constant, offload, tick_s, last_hop, home)
 
 
 def tokens_per_rank(lengths: Any, sizes: Any) -> Any:

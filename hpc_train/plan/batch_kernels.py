@@ -24,8 +24,11 @@ def at_speed(ticks, speed):  # type: ignore[no-untyped-def]
 def ring_ticks(costs, length, size):  # type: ignore[no-untyped-def]
     """As BatchCosts.micro_batch of one sequence."""
     attention = -(-costs[0] * length * length // size)
-    passing = costs[2] * length - costs[5] * length // size + costs[3] * size if size > 1 else 0
-    return max(attention, passing) - (-costs[1] * length // size) + costs[4]
+    passing, home = 0, 0
+    if size > 1:
+        passing = costs[2] * length - costs[5] * length // size + costs[3] * size
+        home = -(-costs[6] * length // size)
+    return max(attention, passing) + home - (-costs[1] * length // size) + costs[4]
 
 
 @njit(cache=True)

@@ -173,7 +173,8 @@ def _most_ticks(
         times: So often there is each sequence.
         beside: Rank-time of others.
     """
-    a, b, passing, step, constant, _ = (float(number) for number in costs.numbers)
+    a, b, passing, step, constant, _, home = (float(number) for number in costs.numbers)
+    passing += home
     tokens, size = lengths.astype(np.float64), sizes.astype(np.float64)
     base = (a * tokens**2 + b * tokens) / size + (passing * tokens + step * size) * (size > 1) + constant
     work = times * float((base * size).sum()) + beside
@@ -209,7 +210,8 @@ def finest_costs(costs_in: Callable[[float], BatchCosts], ranks: HdpRanks, longe
 
 def _stays_within(costs: BatchCosts, ranks: HdpRanks, longest: int, tokens: int) -> bool:
     """Steps take longest where all tokens are in the longest sequences, but for what each sequence takes at least."""
-    a, b, passing, step, constant, _ = (float(number) for number in costs.numbers)
+    a, b, passing, step, constant, _, home = (float(number) for number in costs.numbers)
+    passing += home
     copying = 0.0 if costs.offload is None else float(costs.offload.copy_per_token)
     beside = (b + constant) * tokens
     # Sizes of rings are found in 64 bits themselves.

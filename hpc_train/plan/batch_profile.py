@@ -105,7 +105,9 @@ class Profile:
             attention_s_per_square=self.attention_s_per_square * (len(windows) - len(seen)) / len(windows),
             linear_s_per_token=self.linear_s_per_token + self.attention_s_per_square * sum(seen) / len(windows),
             ring_s_per_token=self.ring_s_per_byte * passed.once_round,
-            ring_last_hop_s_per_token=self.ring_s_per_byte * passed.key_value,
+            # Nobody passes on what would come home next but gradients, and these go home beside nothing.
+            ring_last_hop_s_per_token=self.ring_s_per_byte * passed.once_round,
+            ring_home_s_per_token=self.ring_s_per_byte * passed.gradient,
             # Gradients go beside keys and values, but for the hop that takes them home: 2 N transfers one behind the
             # other in a ring of N, or 3 N - 1.
             ring_s_per_step=self.ring_s_per_step * _times_round(config),

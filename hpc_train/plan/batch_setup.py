@@ -93,12 +93,15 @@ class BatchSetup:
     def from_json(document: Mapping[str, Any]) -> BatchSetup:
         ranks = {name: np.array(values, np.int64) for name, values in document["ranks"].items()}
         offload = None if document["offload"] is None else OffloadCosts(*document["offload"])
-        attention, linear, ring, step, constant, last_hop = document["costs"]
+        attention, linear, ring, step, constant, last_hop, home = document["costs"]
+        costs = BatchCosts(
+            attention, linear, ring, step, constant, offload, ring_last_hop_per_token=last_hop, ring_home_per_token=home
+        )
         return BatchSetup(
             document["planner"],
             document["longest"],
             HdpRanks(**ranks),
-            BatchCosts(attention, linear, ring, step, constant, offload, ring_last_hop_per_token=last_hop),
+            costs,
             document["num_layers"],
             document["num_stages"],
             document["virtual_stages"],

@@ -45,9 +45,9 @@ from tests.bench.on_ranks import on_ranks
 from tests.ranks import TestRank, run_ranks
 
 RING_SHARE = 1.9 / 2.8
-# Per square, per token, per token on a ring: those of bench_hdp_planner at half the capacity. Of the three transfers
-# each step of a ring, all in fp32, keys and values, there and back, make no last hop.
-COSTS = BatchCosts(1, 12288, 2780, ring_last_hop_per_token=2 * 2780 // 3)
+# Per square, per token, per token on a ring: those of bench_hdp_planner at half the capacity. Of what travels, all in
+# fp32, a third are gradients, which go home.
+COSTS = BatchCosts(1, 12288, 2780, ring_last_hop_per_token=2780, ring_home_per_token=2780 // 3)
 # Half of a sequence's activations are copied in the time of a layer's forward: cited of 64K, which is 32K here.
 COPY_PER_TOKEN = 2 * (32 * 1024 + COSTS.linear_per_token)
 PROFILE_REPEATS = 5

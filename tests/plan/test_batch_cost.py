@@ -33,9 +33,11 @@ def test_times_are_those_of_the_published_measurement():
 
 
 costs = st.builds(
-    lambda *numbers, last_hop: BatchCosts(*numbers, ring_last_hop_per_token=min(last_hop, numbers[2])),
+    lambda *numbers, last_hop, home: BatchCosts(
+        *numbers, ring_last_hop_per_token=min(last_hop, numbers[2]), ring_home_per_token=home
+    ),
     st.integers(0, 5), st.integers(1, 30_000), st.integers(0, 6000), st.integers(0, 9), st.integers(0, 9),
-    last_hop=st.integers(0, 6000),
+    last_hop=st.integers(0, 6000), home=st.integers(0, 6000),
 )  # fmt: skip
 
 
@@ -112,9 +114,13 @@ def test_ranks_hold_every_sequence_up_to_the_longest_held_and_not_the_next(
 
 
 def test_what_a_ring_of_two_passes_on_is_half_of_what_goes_round_but_for_what_goes_home():
-    """Two hops of gradients, and one of keys and values each time they go round."""
-    some = BatchCosts(0, 1, 12, ring_last_hop_per_token=8)
+    """Two hops of gradients, the second beside nothing, and one of keys and values each time they go round."""
+    some = BatchCosts(0, 1, 12, ring_last_hop_per_token=12, ring_home_per_token=4)
     assert [some.micro_batch(0, 1200, size) - 1200 // size for size in (2, 4, 1200)] == [9600, 12_000, 14_392]
+    # Beside more attention than passing takes, the way home is left.
+    assert some.micro_batch(0, 1200, 2) - 600 == 7200 + 2400
+    long = BatchCosts(1, 1, 12, ring_last_hop_per_token=12, ring_home_per_token=4)
+    assert long.micro_batch(1200**2, 1200, 2) - 600 == 1200**2 // 2 + 2400
 
 
 def test_without_offloading_a_ring_is_as_small_as_the_capacity_allows():
@@ -157,5 +163,5 @@ def test_a_profile_keeps_its_digits():
         copy_s_per_token=1e-8,
         num_layers=32,
     )
-    assert found.numbers == (921, 35_200_000, 23_000_000, 0, 0, 0)
+    assert found.numbers == (921, 35_200_000, 23_000_000, 0, 0, 0, 0)
     assert found.offload == OffloadCosts(32, 1_000_000)

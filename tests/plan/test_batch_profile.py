@@ -117,7 +117,8 @@ def test_costs_are_whole_ticks_of_the_times() -> None:
     assert costs.linear_per_token == round(3.5e-7 / TICK_S)
     # 4 of 8 groups of 128 numbers, keys and values; forward, again, backward in 2 bytes, and gradients in 4.
     assert costs.ring_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * (3 * 2 + 4) / TICK_S, abs=1)
-    assert costs.ring_last_hop_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * 3 * 2 / TICK_S, abs=1)
+    assert costs.ring_last_hop_per_token == costs.ring_per_token
+    assert costs.ring_home_per_token == pytest.approx(9e-11 * 2 * 4 * 128 * 4 / TICK_S, abs=1)
     assert costs.offload is None
     offload = measured().costs(hdp_config(hdp={"offload": True}), MESH).offload
     assert offload is not None and offload.num_layers == 32 and offload.copy_per_token > 0
