@@ -153,7 +153,7 @@ def report_failure(
         cause = wait_for_failure(run_dir, patience_s)
     after = f", after that of {origin_of(cause)}" if cause is not None else ""
     where = origin_of({"rank": rank, "host": host})
-    _try_to_say(f"error ({where}, exit code {exit_code}{after}): {error if expected else trace.rstrip()}")
+    try_to_say(f"error ({where}, exit code {exit_code}{after}): {error if expected else trace.rstrip()}")
     if run_dir is not None and cause is None:
         message = str(error) or type(error).__name__
         record_failure(run_dir, rank=rank, host=host, exit_code=exit_code, message=message, kind=kind, trace=trace)
@@ -211,13 +211,13 @@ def record_failure(
     except FileExistsError:
         return
     except OSError as problem:
-        _try_to_say(f"warning: the failure could not be recorded in {run_dir}: {problem}")
+        try_to_say(f"warning: the failure could not be recorded in {run_dir}: {problem}")
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _try_to_say(text: str) -> None:
+def try_to_say(text: str) -> None:
     """Print to standard error, which may be a file on the disk that is full."""
     with suppress(OSError):
         say(text, sys.stderr)

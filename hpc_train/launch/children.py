@@ -121,6 +121,15 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in "Tt"
+
+
 class Stopper:
     """Asks one child to end, or ends it in steps, and remembers what happened.
 
@@ -175,8 +184,17 @@ class Stopper:
                 time.sleep(0.05)
 
 
-def stop_steps(child: subprocess.Popen[bytes], *, is_srun: bool) -> list[Callable[[], None]]:
-    """How a launcher is ended: TERM, which it passes to its ranks; then what it offers; then KILL."""
+def stop_steps(child: subprocess.Popen[bytes], *, is_srun: bool, term_saves: bool = False) -> list[Callable[[], None]]:
+    """How a launcher is ended: TERM, which it passes to its ranks; then what it offers; then KILL.
+
+    term_saves: its ranks would save first if TERM came, so they are killed in its place: mpirun's here, srun's by INT,
+    which ends them.
+    """
+
+    def kill_ranks() -> None:
+        for pid in descendants(child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def term() -> None:
         child.send_signal(signal.SIGTERM)
@@ -190,7 +208,10 @@ def stop_steps(child: subprocess.Popen[bytes], *, is_srun: bool) -> list[Callabl
     def kill_group() -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
-    return [term, interrupt_twice, kill_group] if is_srun else [term, kill_group]
+    first = [] if term_saves else [term]
+    if is_srun:
+        return [*first, interrupt_twice, kill_group]
+    return [kill_ranks, term, kill_group] if term_saves else [term, kill_group]
 
 
 class Interrupted(KeyboardInterrupt):

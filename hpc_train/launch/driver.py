@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,13 +144,11 @@ def _drive_claimed(
     except BaseException as error:
         code = int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.INTERNAL)
         failed = record.Outcome("failed", code, f"before the ranks started: {error or type(error).__name__}", None)
-        with suppress(OSError):
-            # A file system that is full is what failed; that is what is to be said.
-            record.write_outcome(run_dir, failed, attempt=attempt, job_id=job_id)
+        record.write_outcome(run_dir, failed, attempt=attempt, job_id=job_id)
         raise
     record.write_outcome(run_dir, outcome, attempt=attempt, job_id=job_id)
     if outcome.failure is not None:
-        log.say(f"hpc-train: error: {record.failure_text(outcome.failure)}", sys.stderr)
+        log.try_to_say(f"hpc-train: error: {record.failure_text(outcome.failure)}")
     job_log.say(f"{outcome.outcome}, exit code {outcome.exit_code}: {outcome.reason}")
     return outcome.exit_code
 

@@ -26,6 +26,8 @@ _SRUN_CODE = re.compile(r"Exited with exit code ([0-9]+)")
 _MPIRUN_SIGNAL = re.compile(
     r"noticed that process rank ([0-9]+) with PID [0-9]+ on node \S+ exited on\s+signal ([0-9]+)"
 )
+# Every help text of Open MPI's launchers has the name under which it was called.
+_MPIRUN_SPEAKS = re.compile(r"\b(mpirun|mpiexec|prterun|prun|orterun|prte|PRTE|ORTE)\b")
 _LAST_LINES = 5
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 _OUT_OF_MEMORY = "Out Of Memory"
@@ -65,6 +67,7 @@ class LauncherWords:
         self._slurm_ended_it: str | None = None
         self._says_ended: str | None = None
         self._before = ""
+        self.has_mpirun_spoken = False
         self._lock = threading.Lock()
         self._bad_ends: list[tuple[float, BadEnd]] = []
 
@@ -74,6 +77,7 @@ class LauncherWords:
         text = line.decode(errors="replace").rstrip()
         with self._lock:
             self._last.append(text)
+            self.has_mpirun_spoken = self.has_mpirun_spoken or _MPIRUN_SPEAKS.search(text) is not None
             if self._slurm_ended_it is None and SLURM_ENDED_IT.search(text):
                 self._slurm_ended_it = text
             if self._says_ended is None and SAYS_ENDED.search(text):

@@ -86,7 +86,8 @@ class RanksEnd:
 
     stopped: what `watch` saw. asked: the signal for which the ranks were asked to save and end. forced: the one for
     which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks', and of
-    Slurm's daemons. bad_end: what the launcher said of the first tasks that ended badly.
+    Slurm's daemons. bad_end: what the launcher said of the first tasks that ended badly. is_silent: mpirun ended with a
+    code of its own and without a word about any rank, as Open MPI's does when it gets TERM itself, and ends its ranks.
     """
 
     code: int
@@ -95,6 +96,7 @@ class RanksEnd:
     forced: str | None = None
     said: tuple[str, ...] = ()
     bad_end: BadEnd | None = None
+    is_silent: bool = False
 
 
 def run_ranks(
@@ -117,7 +119,8 @@ def run_ranks(
     child = children.start_child(argv, start.env, stdout=output, stderr=errors)
     listener = threading.Thread(target=_pass_on_errors, args=(child, words), daemon=True)
     listener.start()
-    stopper = children.Stopper(child, children.stop_steps(child, is_srun=is_srun), start.stop_signal)
+    steps_to_end = children.stop_steps(child, is_srun=is_srun, term_saves=start.stop_signal is not None)
+    stopper = children.Stopper(child, steps_to_end, start.stop_signal)
     terminal = start.terminal or contextlib.nullcontext()
     with children.signals_go_to(_after_terminal(start.terminal, stopper.handle), start.stop_signal), terminal:
         agents = _start_agents(start, say)
@@ -134,7 +137,8 @@ def run_ranks(
     if left:
         say(f"ended {left} processes that the ranks had left behind")
     said = words.said if is_srun else ()
-    return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, said, words.first_bad_end)
+    is_silent = not is_srun and code == 1 and not words.has_mpirun_spoken
+    return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, said, words.first_bad_end, is_silent)
 
 
 def _after_terminal(terminal: DebugTerminal | None, handle: SignalHandler) -> SignalHandler:
@@ -220,16 +224,24 @@ def _end_agents(
     begin, is_said = time.monotonic(), False
     while agents.poll() is None:
         waited_s = time.monotonic() - begin
+        if not is_srun and waited_s > _AGENTS_END_S and children.is_stopped(agents.pid):
+            say(f"the node agent, process {agents.pid}, is stopped and is ended; what it was writing is not saved")
+            _end_at_once(agents, say, is_srun=is_srun)
+            return
         if waited_s > _AGENTS_END_S + finish_s or (stopper.forced is not None and waited_s > _AGENTS_END_S):
             say("the node agents did not end by themselves and are ended; what they were writing is not saved")
-            _end_at_once(agents, is_srun=is_srun)
-        elif waited_s > _AGENTS_END_S and not is_said:
+            _end_at_once(agents, say, is_srun=is_srun)
+            return
+        if waited_s > _AGENTS_END_S and not is_said:
             is_said = True
-            say(f"the ranks have ended, and the node agents write on: waiting for up to {finish_s:g} s")
+            say(
+                f"the ranks have ended, and the node agents write on: waiting for up to {finish_s:g} s "
+                "(checkpoint.finish_s); Ctrl-C ends that"
+            )
         time.sleep(0.05)
 
 
-def _end_at_once(agents: subprocess.Popen[bytes], *, is_srun: bool) -> None:
+def _end_at_once(agents: subprocess.Popen[bytes], say: Callable[[str], None], *, is_srun: bool) -> None:
     """Kill them: srun has to do it where there is one, since agents outlive an srun that is killed."""
     for step in children.stop_steps(agents, is_srun=is_srun)[1:]:
         with contextlib.suppress(ProcessLookupError):
@@ -237,7 +249,7 @@ def _end_at_once(agents: subprocess.Popen[bytes], *, is_srun: bool) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agents.wait(children.GRACE_S)
             return
-    agents.wait()
+    say(f"process {agents.pid} of the node agents does not end even so, as where its disk hangs, and is left behind")
 
 
 def _copy_output(start: RanksToStart, child: subprocess.Popen[bytes], words: LauncherWords) -> PipeCopier | None:

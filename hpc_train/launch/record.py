@@ -18,6 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launch.first_failure import first_failure, keep_failure, left_with_reason, was_ended
 from hpc_train.launch.launcher_words import SLURM_ENDED_IT
 from hpc_train.launch.ranks import RanksEnd
+from hpc_train.launch.run_folder import newest_saved_step, read_attempts
 from hpc_train.log import FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import OUTCOME_FILE, read_json, write_atomically
 
@@ -88,31 +89,31 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     It has where one of them ended by itself, as with an error's exit code or by SIGSEGV.
 
     stop_signal: what asks ranks to save and end. It ends a rank that is still starting; the run goes on all the same.
-    any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would.
+    any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would; of a program that
+    is not ours nothing is known of saves.
     """
+    newest = "" if any_code else f"; {last_saved(run_dir)}"
     if end.stopped is not None:
         return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
     if end.forced is not None:
-        return Outcome("stopped", int(ExitCode.INTERNAL), end.forced, None)
+        return Outcome("stopped", int(ExitCode.INTERNAL), f"{end.forced}{newest}", None)
     recorded = log.read_failure(run_dir)
     is_swallowed = recorded is not None and kind_of(recorded) is FailureKind.OWN  # by a wrapper of launch.wrap
+    written = read_json(run_dir / OUTCOME_FILE)
     if end.code == 0 and not is_swallowed:
-        written = read_json(run_dir / OUTCOME_FILE) or {}
-        code = written.get("exit_code", 0)
-        return Outcome(
-            str(written.get("outcome", "done")),
-            int(code),
-            str(written.get("reason", "all ranks ended well")),
-            None,
-        )
+        return _as_written(written or {})
     failure = first_failure(run_dir, end)
     if failure is not None and kind_of(failure) is FailureKind.OWN:
         return _failed(failure, any_code)
+    if written is not None and "attempt" not in written:
+        return _as_written(written)  # rank 0's: all had saved by then, whatever ended them on their way out
+    if end.code == ExitCode.REQUEUE and not any_code:
+        return Outcome("interrupted", int(ExitCode.REQUEUE), f"stopped by its ranks in good order{newest}", None)
     interruption = _interruption(end, stop_signal)
     is_error = left_with_reason(end) if failure is None else not was_ended(failure)
     if interruption is not None and not is_error:
         who = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
-        reason = f"{interruption}; the ranks ended before they could save{who}, so the last complete checkpoint stands"
+        reason = f"{interruption}; the ranks ended before all had left in good order{who}{newest}"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     if failure is not None:
@@ -125,7 +126,23 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
             "or submit with more nodes, tasks or CPUs"
         )
         return Outcome("failed", int(ExitCode.LAUNCH), reason, None)
-    return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said, None)
+    return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said + newest, None)
+
+
+def last_saved(run_dir: Path) -> str:
+    """What of a run is in its store when an attempt has ended, in words."""
+    step, attempts = newest_saved_step(run_dir), read_attempts(run_dir)
+    if step is None:
+        return "nothing was saved"
+    is_new = not attempts or attempts[-1].get("saved_step") != step
+    name = f"step_{step:07d}"
+    return f"{name} was saved last" if is_new else f"nothing was saved since the start, so {name} is still the newest"
+
+
+def _as_written(record: Mapping[str, Any]) -> Outcome:
+    """What rank 0 has left behind of a good end; nothing of a run that is done."""
+    code, reason = int(record.get("exit_code", 0)), str(record.get("reason", "all ranks ended well"))
+    return Outcome(str(record.get("outcome", "done")), code, reason, None)
 
 
 def _failed(failure: dict[str, Any], any_code: bool, said: str = "") -> Outcome:
@@ -143,6 +160,8 @@ def _interruption(end: RanksEnd, stop_signal: int | None) -> str | None:
         return end.asked
     if stop_signal is not None and end.code in (128 + stop_signal, -stop_signal):
         return f"a rank got {signal.Signals(stop_signal).name} before it could handle it"
+    if stop_signal is not None and end.is_silent:
+        return "mpirun ended its ranks without a word, as it does when it is told to end itself"
     return next((line for line in end.said if SLURM_ENDED_IT.search(line)), None)
 
 
@@ -167,7 +186,10 @@ def no_progress(stalled: int, last_end: str, failure: dict[str, Any] | None = No
 
 
 def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str | None) -> None:
-    """Put on record how an attempt ended, and which failure it ended by."""
+    """Put on record how an attempt ended, and which failure it ended by.
+
+    Raises nothing: where it cannot be written, as on a disk that is full, the exit code has to tell alone.
+    """
     record = {
         "outcome": outcome.outcome,
         "exit_code": outcome.exit_code,
@@ -176,7 +198,17 @@ def write_outcome(run_dir: Path, outcome: Outcome, *, attempt: int, job_id: str 
         "job_id": job_id,
         "time": log.timestamp(),
     }
-    write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
+    path = run_dir / OUTCOME_FILE
+    try:
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+    except OSError as problem:
+        log.try_to_say(
+            f"hpc-train: warning: how the run ended could not be written to {path} ({problem.strerror or problem}); "
+            f"the exit code {outcome.exit_code} is right all the same"
+        )
+        if (read_json(path) or {}).get("exit_code") != outcome.exit_code:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # what a rank wrote there is not how it ended
     with suppress(OSError):  # a disk that is full now has room for what counts
         keep_failure(run_dir, outcome.failure)
 

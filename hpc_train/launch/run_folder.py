@@ -223,11 +223,13 @@ def newest_saved_step(run_dir: Path) -> int | None:
     A copy under the name of another step is none: it would be the newest one for good.
     """
     note = read_checkpoints_note(run_dir)
-    if note is not None:
-        return note.newest_step
-    folders = (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
-    steps = {int(path.name.removeprefix("step_")): path for path in folders if _STEP_FOLDER.fullmatch(path.name)}
-    return next((step for step in sorted(steps, reverse=True) if _told_step(steps[step]) in (None, step)), None)
+    steps = [] if note is None or note.newest_step is None else [note.newest_step]
+    if note is None or "://" not in note.folder:
+        # Also where there is a note, which a full disk may have kept from being written.
+        folders = (run_dir / CHECKPOINTS_FOLDER if note is None else Path(note.folder)).glob("step_*")
+        found = {int(path.name.removeprefix("step_")): path for path in folders if _STEP_FOLDER.fullmatch(path.name)}
+        steps += [step for step, path in found.items() if _told_step(path) in (None, step)]
+    return max(steps, default=None)
 
 
 def _told_step(checkpoint: Path) -> int | None:

@@ -80,6 +80,7 @@ def run_rank(run_dir: Path) -> NoReturn:
     # First of all: a job may be told to stop while its ranks still import.
     stop = StopMark((signal.SIGTERM, signal.Signals[f"SIG{env.get(STOP_SIGNAL_VARIABLE, 'USR2')}"]))
     stop.install()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which srun passes on: an end at once, without a save
     try:
         node = env.get("SLURMD_NODENAME") or host
         hint = rank_hint(env, own_process())
@@ -141,8 +142,9 @@ def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
 
         with attach_debugger(process_env(), world.rank) as debugger:
             stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), plan.mesh, world, stop, debugger)
+        code = ExitCode.DONE
         if stopped is not None and world.rank == 0:
-            _write_outcome(run_dir, stopped)
+            code = _write_outcome(run_dir, stopped)
         world.close()
         finalize_mpi()
     except BaseException as error:
@@ -152,7 +154,7 @@ def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
             raise
         out_of_memory.rank = world.rank  # type: ignore[attr-defined]
         raise out_of_memory from error
-    return int(ExitCode.DONE)
+    return int(code)
 
 
 def _out_of_memory(error: BaseException) -> ConfigError | None:
@@ -215,25 +217,37 @@ def _train(
     return stopped
 
 
-def _write_outcome(run_dir: Path, stopped: Stopped) -> None:
-    """Why the run stops although its ranks end well; the driver reads it."""
+def _write_outcome(run_dir: Path, stopped: Stopped) -> ExitCode:
+    """Why the run stops although its ranks end well; the driver reads it.
+
+    Gives the exit code of this process, which says so where that cannot be written: behind the last barrier nobody is
+    harmed by the launcher's ending the others for it.
+    """
     saved = "saved" if stopped.is_saved else "not saved, so that the last complete checkpoint stands"
     reason = f"stopped after step {stopped.step}, which is {saved}: {stopped.reason}"
     log.say(reason)
     record = {"outcome": "interrupted", "exit_code": int(ExitCode.REQUEUE), "reason": reason}
-    write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
+    try:
+        write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
+    except OSError as problem:
+        log.try_to_say(f"warning: {run_dir / OUTCOME_FILE} could not be written ({problem.strerror or problem})")
+        return ExitCode.REQUEUE
+    return ExitCode.DONE
 
 
 def _open_checkpoints(run: Run) -> None:
     """Refuse at the start what would fail at the first save."""
     from hpc_train.checkpoint.folders.attempt import attempt_of
     from hpc_train.checkpoint.folders.run_location import open_location
+    from hpc_train.checkpoint.folders.ticket import look_at_tickets
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
     attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
     resume = run.config.checkpoint.resume
     open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume)
+    end_time = process_env().get(END_TIME_VARIABLE)
+    look_at_tickets(run.checkpoints, run.world, float(end_time) if end_time else None)
 
 
 def _rendezvous(env: Mapping[str, str]) -> Rendezvous:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,3 +39,52 @@ def test_a_second_stop_ends_agents_that_write_on(
     agents.stdout.close()
     assert agents.returncode is not None and note.read_text() == told
     assert "did not end by themselves" in said[-1]
+
+
+def test_an_agent_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_AGENTS_END_S", 0.1)
+    said: list[str] = []
+    agents = children.start_child([sys.executable, "-c", "input()"], {}, stdin=subprocess.PIPE)
+    agents.send_signal(signal.SIGSTOP)
+    stopper = SimpleNamespace(forced=None)
+    ranks._end_agents(agents, 600.0, stopper, said.append, is_srun=False)  # type: ignore[arg-type]
+    assert agents.returncode == -signal.SIGKILL
+    assert said == [f"the node agent, process {agents.pid}, is stopped and is ended; what it was writing is not saved"]
+
+
+_MPIRUN = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+sys.exit(rank.wait() and 1)
+"""
+_RANK = """
+import pathlib, signal, sys, time
+note = pathlib.Path(sys.argv[1])
+def save(number, frame):
+    note.write_text("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR2, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("first", "saves"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_ctrl_c_ends_ranks_that_would_save_by_term_and_term_does_not(tmp_path: Path, first: int, saves: bool) -> None:
+    note = tmp_path / "note"
+    command = [sys.executable, "-c", _MPIRUN, _RANK, str(note)]
+    child = children.start_child(command, {}, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    ways = children.stop_steps(child, is_srun=False, term_saves=True)
+    stop_signal = signal.SIGUSR2
+    stopper = children.Stopper(child, ways, stop_signal)
+    if saves:
+        (rank,) = children.descendants(child.pid)
+        child.send_signal = lambda number: os.kill(rank, number)  # type: ignore[method-assign] - as mpirun passes it on
+    begin = time.monotonic()
+    stopper.handle(first, None)
+    child.wait(20)
+    child.stdout.close()
+    assert note.exists() == saves and time.monotonic() - begin < children.GRACE_S
+    assert (stopper.forced is None) == saves

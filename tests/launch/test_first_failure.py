@@ -187,7 +187,7 @@ def test_ranks_that_were_killed_in_an_interruption_are_no_failure(
     outcome = decided(tmp_path, end, stop_signal=12)
     assert (outcome.outcome, outcome.exit_code) == ("interrupted", 10)
     assert outcome.reason.startswith(asked)
-    assert f"(first rank 0 on n1: {message}), so the last complete checkpoint stands" in outcome.reason
+    assert f"(first rank 0 on n1: {message}); nothing was saved" in outcome.reason
     assert not (tmp_path / "failure.json").exists()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -7,9 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.launch import record
 from hpc_train.launch.ranks import RanksEnd
-from hpc_train.launch.record import JobLog, decide_outcome, environment_text, failure_text, write_outcome
+from hpc_train.launch.record import (
+    JobLog,
+    Outcome,
+    decide_outcome,
+    environment_text,
+    failure_text,
+    last_saved,
+    write_outcome,
+)
 from hpc_train.log import LineWriter
+from hpc_train.plan.run_files import CheckpointsNote, write_checkpoints_note
 
 
 def failure(run_dir: Path, **more: object) -> None:
@@ -102,3 +113,78 @@ def test_a_log_that_cannot_be_written_ends_nothing(
         os.dup2(full.fileno(), job_log._descriptor)
         monkeypatch.setattr(sys, "stdout", LineWriter(output.fileno(), "n1 driver"))
         job_log.say("the ranks have ended, and the node agents write on")
+
+
+def saved(run_dir: Path, *steps: int, at_start: int | None = None) -> None:
+    """Checkpoints of these steps, of which the start of the attempt found that of `at_start`."""
+    for step in steps:
+        (run_dir / f"checkpoints/step_{step:07d}").mkdir(parents=True)
+    (run_dir / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "saved_step": at_start}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "begin"),
+    [
+        (RanksEnd(143, asked="the driver got SIGTERM"), "the driver got SIGTERM; the ranks ended before all had left"),
+        (RanksEnd(143, forced="the driver got SIGINT"), "the driver got SIGINT"),
+        (RanksEnd(1), "the launcher ended with code 1"),
+    ],
+)
+def test_an_end_from_outside_says_what_was_saved_last(tmp_path: Path, end: RanksEnd, begin: str) -> None:
+    reasons = [decide_outcome(tmp_path, end, stop_signal=12).reason]
+    saved(tmp_path, 4, 7, at_start=4)
+    reasons.append(decide_outcome(tmp_path, end, stop_signal=12).reason)
+    saved(tmp_path, at_start=7)
+    reasons.append(decide_outcome(tmp_path, end, stop_signal=12).reason)
+    assert all(reason.startswith(begin) for reason in reasons), reasons
+    assert [reason.rpartition("; ")[2] for reason in reasons] == [
+        "nothing was saved",
+        "step_0000007 was saved last",
+        "nothing was saved since the start, so step_0000007 is still the newest",
+    ]
+
+
+def test_ranks_that_had_saved_were_interrupted_whatever_ended_their_launcher(tmp_path: Path) -> None:
+    """TERM to mpirun alone: ranks save and say so, and mpirun ends with a code of its own."""
+    reason = "stopped after step 7, which is saved: SIGTERM on 2 of 2 ranks"
+    (tmp_path / "outcome.json").write_text(json.dumps({"outcome": "interrupted", "exit_code": 10, "reason": reason}))
+    decided = decide_outcome(tmp_path, RanksEnd(1), stop_signal=12)
+    assert (decided.outcome, decided.exit_code, decided.reason) == ("interrupted", 10, reason)
+    failure(tmp_path)
+    assert decide_outcome(tmp_path, RanksEnd(1), stop_signal=12).exit_code == 4
+
+
+def test_a_rank_that_cannot_write_why_it_stops_says_it_by_its_code(tmp_path: Path) -> None:
+    decided = decide_outcome(tmp_path, RanksEnd(10), stop_signal=12)
+    assert (decided.outcome, decided.exit_code) == ("interrupted", 10)
+
+
+def test_an_outcome_that_cannot_be_written_is_told_and_leaves_no_other_one_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "outcome.json").write_text(json.dumps({"outcome": "interrupted", "exit_code": 10}))
+    monkeypatch.setattr(record, "write_atomically", fail)
+    write_outcome(tmp_path, Outcome("failed", 5, "a save failed", None), attempt=1, job_id=None)
+    told = capsys.readouterr().err
+    assert f"could not be written to {tmp_path / 'outcome.json'} (No space left on device)" in told
+    assert "exit code 5" in told and not (tmp_path / "outcome.json").exists()
+
+
+def test_ranks_that_mpirun_ended_when_it_got_term_itself_were_interrupted(tmp_path: Path) -> None:
+    """Seen with Open MPI 5: code 1 and no word; of a rank that died it says how, and ends with 128 and the signal."""
+    failure(tmp_path, exit_code=1, kind="ended", returncode=-9, message="ended without a word: killed by SIGKILL")
+    decided = decide_outcome(tmp_path, RanksEnd(1, is_silent=True), stop_signal=12)
+    assert (decided.outcome, decided.exit_code) == ("interrupted", 10)
+    assert decided.reason.startswith("mpirun ended its ranks without a word") and "nothing was saved" in decided.reason
+    assert decide_outcome(tmp_path, RanksEnd(1), stop_signal=12).exit_code == 1
+
+
+def test_what_was_saved_last_is_seen_in_another_folder_although_the_run_folder_was_full(tmp_path: Path) -> None:
+    saved(tmp_path / "store", 2, 4)
+    write_checkpoints_note(tmp_path, CheckpointsNote(str(tmp_path / "store/checkpoints"), 2))
+    assert last_saved(tmp_path) == "step_0000004 was saved last"
+    write_checkpoints_note(tmp_path, CheckpointsNote("hdfs://nn1/user/me/runs/a/1", 2))
+    assert last_saved(tmp_path) == "step_0000002 was saved last"

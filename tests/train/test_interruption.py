@@ -151,7 +151,7 @@ def test_ranks_that_are_killed_before_they_could_save_were_interrupted_and_have_
     assert process.wait(60) == ExitCode.REQUEUE, (folder / "run.out").read_text()
     record = outcome(folder / "run")
     assert (record["outcome"], record["exit_code"]) == ("interrupted", 10)
-    told = "the driver got SIGTERM; the ranks ended before they could save (first rank 1 "
+    told = "the driver got SIGTERM; the ranks ended before all had left in good order (first rank 1 "
     assert str(record["reason"]).startswith(told)
     assert not (folder / "run/failure.json").exists()
 

@@ -1,0 +1,43 @@
+"""A Kerberos ticket that ends before the job: said at the start, and not by the first save that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hpc_train.checkpoint.stores.location import Location
+from hpc_train.cluster.kerberos import ticket_left_s
+from hpc_train.comm.world import World
+from hpc_train.log import say, warn
+
+_ASKS_FOR_TICKETS = ("hdfs://", "libhdfs://")
+
+
+def look_at_tickets(
+    root: Location, world: World, job_end: float | None, left_s: Callable[[], int | None] = ticket_left_s
+) -> None:
+    """Where checkpoints go to HDFS and nodes have tickets: warn if the first one ends before the job does.
+
+    Collective over all ranks. job_end: epoch seconds, of rank 0 alone; None: not known.
+    """
+    if not root.store.prefix.startswith(_ASKS_FOR_TICKETS):
+        return
+    left = left_s() if world.local_rank == 0 else None
+    told = world.control.all_gather(None if left is None else [time.time() + left, world.node])
+    ends = sorted(entry for entry in told if entry is not None)
+    if world.rank != 0 or not ends:
+        return
+    ticket_end, node = ends[0]
+    what = f"the Kerberos ticket on {node} ends at {_clock(ticket_end)}"
+    if job_end is None:
+        say(f"{what}; no time limit of this run is known")
+    elif ticket_end < job_end:
+        warn(
+            f"{what}, before this run's time limit at {_clock(job_end)}: if {root.store.prefix} asks for tickets, "
+            "saves fail from then on. Renew it in time (`kinit -R` as long as it is renewable, or `kinit` from a "
+            "keytab), in the cache that the nodes use (KRB5CCNAME)"
+        )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

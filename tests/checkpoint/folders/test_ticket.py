@@ -1,0 +1,35 @@
+"""FC-71: a Kerberos ticket that ends before the job is told of at the start."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpc_train.checkpoint.folders import ticket
+from hpc_train.checkpoint.stores.location import locate
+from tests.worlds import single_world
+
+HDFS = "hdfs://nn1:8020/user/me"
+
+
+@pytest.mark.parametrize(
+    ("place", "left_s", "job_s", "told"),
+    [
+        (HDFS, 3600, 7200, "before this run's time limit at "),
+        (HDFS, 7200, 3600, None),
+        (HDFS, 3600, None, "no time limit of this run is known"),
+        (HDFS, None, 7200, None),
+        ("/scratch/me", 3600, 7200, None),
+    ],
+)
+def test_a_ticket_that_ends_before_the_job_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, place: str, left_s: int | None, job_s: int | None, told: str | None
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(ticket, "say", said.append)
+    monkeypatch.setattr(ticket, "warn", said.append)
+    job_end = None if job_s is None else time.time() + job_s
+    ticket.look_at_tickets(locate(place), single_world(), job_end, lambda: left_s)
+    assert len(said) == (told is not None)
+    assert told is None or (told in said[0] and "the Kerberos ticket on " in said[0])
