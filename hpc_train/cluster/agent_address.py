@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -20,6 +20,8 @@ JOB_KEY_VARIABLE = "HPC_TRAIN_JOB_KEY"
 """Set by the driver for the agents and the ranks that it starts."""
 _PAUSE_S = 0.1
 """Between two looks whether an agent has come up (assumed: its own start takes as long)."""
+_LOOK_S = 1.0
+"""Between two looks at an answer that takes long (assumed: short beside what it is bound by)."""
 
 
 class AgentGone(LaunchError):
@@ -63,6 +65,7 @@ class AgentConnection:
     def __init__(self, connection: socket.socket) -> None:
         """Use `open`."""
         self._connection = connection
+        self._timeout_s = connection.gettimeout()
         self._inbox = Inbox(connection)
         self._in_use = threading.Lock()
 
@@ -87,8 +90,12 @@ class AgentConnection:
         return cls(connection)
 
     @classmethod
-    def open_patiently(cls, job_key: str, node: str, patience_s: float) -> AgentConnection:
+    def open_patiently(
+        cls, job_key: str, node: str, patience_s: float, look: Callable[[], None] = lambda: None
+    ) -> AgentConnection:
         """Connect, and give an agent that has just been started that long to come up.
+
+        look: called between looks for it.
 
         Raises:
             AgentGone: as `open`, at the end of patience.
@@ -100,30 +107,51 @@ class AgentConnection:
             except AgentGone:
                 if time.monotonic() > deadline:
                     raise
+                look()
                 time.sleep(_PAUSE_S)
 
     def ask(
-        self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
+        self,
+        message: Mapping[str, Any],
+        descriptors: Sequence[int] = (),
+        *,
+        timeout_s: float | None = None,
+        look: Callable[[], None] | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
         """Send a request and wait for its answer and the descriptors that come with it, which are the caller's.
 
-        timeout_s: 0: without limit. None: as given to `open`. After a time-out the conversation is of no use any more.
+        timeout_s: None: as given to `open`. After a time-out the conversation is of no use any more, nor is it after
+        what `look` raised.
+        look: called about every second while there is no answer, which then comes whenever `look` lets it: timeout_s
+        bounds the sending alone.
 
         Raises:
             AgentGone: the agent has ended, does not answer in time, or answers what cannot be understood.
         """
         with self._in_use:
-            return self._ask(message, descriptors, timeout_s)
+            return self._ask(message, descriptors, timeout_s, look)
 
     def _ask(
-        self, message: Mapping[str, Any], descriptors: Sequence[int], timeout_s: float | None
+        self,
+        message: Mapping[str, Any],
+        descriptors: Sequence[int],
+        timeout_s: float | None,
+        look: Callable[[], None] | None,
     ) -> tuple[dict[str, Any], list[int]]:
         try:
-            if timeout_s is not None:
-                self._connection.settimeout(timeout_s or None)
+            self._connection.settimeout(self._timeout_s if timeout_s is None else timeout_s)
             send_message(self._connection, message, descriptors)
+            if look is not None:
+                self._connection.settimeout(_LOOK_S)
             while (line := self._inbox.next_line()) is None:
-                if not self._inbox.receive():
+                try:
+                    is_open = self._inbox.receive()
+                except TimeoutError:
+                    if look is None:
+                        raise
+                    look()
+                    continue
+                if not is_open:
                     raise AgentGone("the node agent has ended")
             answer = parse_line(line)
             return answer, self._inbox.take_descriptors(answer)

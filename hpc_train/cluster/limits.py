@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from hpc_train.cluster.cgroup_memory import cgroup_room_bytes
+from hpc_train.cluster.size_words import two_sizes
 from hpc_train.errors import HpcTrainError
 
 
@@ -75,10 +76,8 @@ def require_free_bytes(
         raise error(f"The file system of {folder} cannot be asked for free space: {problem}.") from problem
     free = stats.f_bavail * stats.f_frsize
     if free < num_bytes:
-        raise error(
-            f"{what} needs {_gib(num_bytes)}, but {folder} has {_gib(free)} free. Free some space, or choose "
-            "another folder."
-        )
+        needed, there = two_sizes(num_bytes, free)
+        raise error(f"{what} needs {needed}, but {folder} has {there} free. Free some space, or choose another folder.")
     if stats.f_files > 0 and stats.f_favail < num_files:
         raise error(
             f"{what} needs {num_files} files, but {folder} has {stats.f_favail} inodes left. Delete files, or "
@@ -127,7 +126,3 @@ def _existing_parent(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path if path.is_dir() else path.parent
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes} bytes"

@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.cluster.agent_address import AgentConnection
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits, AgentWait, Words
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.data.batch_source import Batches, BatchSource, HeldoutPart, Taken
 from hpc_train.data.loader import make_batch
 from hpc_train.data.pieces import PiecePart, make_piece_batch
 from hpc_train.data.rows import Part
 from hpc_train.errors import CheckpointError, ConfigError, DataError, HpcTrainError
+from hpc_train.log import warn
 
 P = TypeVar("P")
 M = TypeVar("M")
@@ -56,17 +58,30 @@ class AgentBatches(BatchSource):
     """Batches of one rank, from the node agent. Training and evaluation may ask from two threads."""
 
     def __init__(
-        self, address: AgentAddress, place: ReadingPlace, spec: Mapping[str, Any], *, patience_s: float
+        self,
+        address: AgentAddress,
+        place: ReadingPlace,
+        spec: Mapping[str, Any],
+        *,
+        patience_s: float,
+        limits: AgentLimits = USUAL_LIMITS,
     ) -> None:
-        """Wait for the agent, and until it has opened the datasets.
+        """Wait for the agent, and until it has opened the datasets. The first rank of a node says so if it takes long.
 
-        patience_s: How long the agent may take to come up.
+        patience_s: How long the agent may take to come up. limits: for all that it is asked later.
 
         Raises:
             AgentGone: there is none.
             ConfigError, DataError: the datasets cannot be used.
         """
-        self._connection = AgentConnection.open_patiently(address.job_key, address.node, patience_s)
+        self._agent, self._limits = (address.job_key, address.node), limits
+        self._tell = warn if place.local_rank == 0 else None
+        words = Words(self._tell)
+
+        def look() -> None:
+            words.look(f"the node agent of {address.node} to come up")
+
+        self._connection = AgentConnection.open_patiently(*self._agent, patience_s, look)
         self._place, self._has_pieces = place.dp_rank, spec["batches"] is not None
         self._evaluation = 0
         request = {
@@ -79,7 +94,7 @@ class AgentBatches(BatchSource):
             "wants_tokens": place.wants_tokens,
         }
         try:
-            opened, _ = self._ask(request)
+            opened, _ = self._ask(request, "the datasets", self._tell)
         except HpcTrainError:
             self._connection.close()
             raise
@@ -92,13 +107,18 @@ class AgentBatches(BatchSource):
     def first_state(self) -> dict[str, Any]:
         return dict(self._state)
 
+    @property
+    def reader(self) -> str:
+        return f"the node agent of {self._agent[1]}"
+
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        answer, _ = self._ask({"say": "data.restore", "state": state})
+        answer, _ = self._ask({"say": "data.restore", "state": state}, "the position in the data", self._tell)
         self._state = answer["state"]
         return [str(change) for change in answer["changes"]]
 
     def step(self, number: int) -> Taken:
-        answer, segment = self._ask({"say": "data.step", "number": number})
+        # A word about this wait is for who takes the step, and may not need it yet.
+        answer, segment = self._ask({"say": "data.step", "number": number}, f"the data of step {number}", None)
         return Taken(self._batches(answer, segment), answer["state"], bytes.fromhex(answer["plan"]))
 
     def begin_evaluation(self) -> None:
@@ -106,7 +126,7 @@ class AgentBatches(BatchSource):
 
     def heldout_step(self, number: int) -> HeldoutPart | None:
         message = {"say": "data.heldout", "evaluation": self._evaluation, "number": number}
-        answer, segment = self._ask(message)
+        answer, segment = self._ask(message, f"the data of held-out step {number}", self._tell)
         if answer.get("end"):
             return None
         return HeldoutPart(self._batches(answer, segment), bytes.fromhex(answer["plan"]))
@@ -123,9 +143,26 @@ class AgentBatches(BatchSource):
         make = partial(make_piece_batch, self._place)
         return _made(make, pieces, [(2, part.micro_batch.num_tokens) for part in pieces], answer, segment)
 
-    def _ask(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], Segment | None]:
-        """One request; an error of the agent's reading is raised here as what it is there."""
-        answer, descriptors = self._connection.ask(message, timeout_s=0)
+    def _ask(
+        self, message: Mapping[str, Any], what: str, tell: Callable[[str], None] | None
+    ) -> tuple[dict[str, Any], Segment | None]:
+        """One request; an error of the agent's reading is raised here as what it is there.
+
+        Raises:
+            AgentGone: the agent has ended, or answers nothing.
+            DataError: it answers, and still does not come to an end with its reading.
+        """
+
+        def hangs(seconds: float) -> HpcTrainError:
+            return DataError(
+                f"the node agent of {self._agent[1]} has not come to {what} in {seconds:.0f} s, although it lives: the "
+                "files of the data do not answer there, or too slowly. Ranks wait for each other for no longer than "
+                "launch.timeout_s, and for this a little less; look at the file system, or raise that"
+            )
+
+        limits = self._limits
+        wait = AgentWait(self._agent, what, limits.silence_s, tell, hang_s=limits.data_s, hangs=hangs)
+        answer, descriptors = self._connection.ask(message, timeout_s=limits.silence_s, look=wait.look)
         segments = [Segment.received(descriptor) for descriptor in descriptors]
         if "error" in answer:
             raise _ERRORS.get(answer["kind"], HpcTrainError)(answer["error"])

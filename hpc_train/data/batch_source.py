@@ -47,6 +47,11 @@ class BatchSource(ABC):
 
     @property
     @abstractmethod
+    def reader(self) -> str:
+        """Who reads, in words."""
+
+    @property
+    @abstractmethod
     def has_heldout(self) -> bool:
         """Whether there are held-out rows."""
 
@@ -91,6 +96,10 @@ class OwnBatches(BatchSource):
     def __init__(self, loader: Loader, dp_rank: int) -> None:
         self._loader, self._dp_rank = loader, dp_rank
         self._heldout: Iterator[Step] = iter(())
+
+    @property
+    def reader(self) -> str:
+        return "this rank itself"
 
     @property
     def has_heldout(self) -> bool:

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, final
 
 from hpc_train.cluster.agent_address import AgentGone
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits, Words
 from hpc_train.config import DataConfig, TrainConfig
 from hpc_train.data.agent_batches import AgentAddress, AgentBatches, ReadingPlace
 from hpc_train.data.batch_source import BatchSource, HeldoutPart, OwnBatches, Taken
@@ -25,6 +26,8 @@ from hpc_train.plan.batch_setup import BatchSetup
 _PATIENCE_S = 30.0
 """How long the node agent may take to come up; assumed: its step is begun right behind the ranks', which take seconds
 to load torch."""
+_LOOK_S = 1.0
+"""Between looks whether a word about a wait is due (assumed)."""
 
 
 @final
@@ -32,10 +35,17 @@ class Feed:
     """One rank's micro-batches, step by step. For one thread; it has another one that reads ahead."""
 
     def __init__(
-        self, source: BatchSource, last_step: int, switch: Callable[[AgentGone], BatchSource] | None = None
+        self,
+        source: BatchSource,
+        last_step: int,
+        switch: Callable[[AgentGone], BatchSource] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
-        """last_step: nothing is read behind it. switch: gives another source where the agent has ended."""
-        self._source, self._last_step, self._switch = source, last_step, switch
+        """last_step: nothing is read behind it. switch: gives another source where the agent has ended.
+
+        tell: gets a line now and then while a step is waited for long.
+        """
+        self._source, self._last_step, self._switch, self._tell = source, last_step, switch, tell
         self._state = source.first_state()
         self._ahead: tuple[int, Future[Taken]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -131,6 +141,9 @@ class Feed:
 
     def _result(self, number: int, waiting: Future[Taken]) -> Taken:
         """What a step that is being read gives, from another source where the agent has ended."""
+        words = Words(self._tell)
+        while not wait([waiting], timeout=_LOOK_S).done:
+            words.look(f"the data of step {number}, which {self._source.reader} reads")
         try:
             return waiting.result()
         except AgentGone as problem:
@@ -172,11 +185,12 @@ def open_feed(
     patience_s: float = _PATIENCE_S,
     is_first: bool = False,
     batches: BatchSetup | None = None,
+    limits: AgentLimits = USUAL_LIMITS,
 ) -> Feed:
     """A rank's feed by the reader that data.reader names, said in a line of the log.
 
     agent: None where no driver started one. is_first: this rank speaks for all where they do the same. batches: plans
-    steps whose sequences ranks share; None for rows of equal length.
+    steps whose sequences ranks share; None for rows of equal length. limits: for the agent's answers.
 
     Raises:
         ConfigError, DataError: the data cannot be used; data.reader=agent without an agent.
@@ -199,35 +213,27 @@ def open_feed(
     if reader == "rank":
         if is_first:
             say(f"data: each rank reads by itself, a step ahead ({why})")
-        return Feed(own(), train.steps)
+        return Feed(own(), train.steps, tell=_teller(place))
     if agent is None:
         raise ConfigError(
             "data.reader=agent, but no driver has started a node agent here. Start by `hpc-train run` or `submit`, or "
             "use data.reader=auto or rank."
         )
     spec = spec_of(data, train, vocab_size=vocab_size, dp=place.dp, batches=batches)
-    return _open_with_agent(data, train, spec, place, agent, patience_s, switch, is_first)
-
-
-def _open_with_agent(
-    data: DataConfig,
-    train: TrainConfig,
-    spec: Mapping[str, Any],
-    place: ReadingPlace,
-    agent: AgentAddress,
-    patience_s: float,
-    switch: Callable[[AgentGone], BatchSource],
-    is_first: bool,
-) -> Feed:
     try:
-        source: BatchSource = AgentBatches(agent, place, spec, patience_s=patience_s)
+        source: BatchSource = AgentBatches(agent, place, spec, patience_s=patience_s, limits=limits)
     except AgentGone as problem:
         if data.reader == "agent":
             raise DataError(
                 f"data.reader=agent, but {problem}. Look at logs/agent-{agent.node}.log in the run folder, or set "
                 "data.reader=auto, with which ranks then read by themselves."
             ) from problem
-        return Feed(switch(problem), train.steps)
+        return Feed(switch(problem), train.steps, tell=_teller(place))
     if is_first:
         say(f"data: read once a node by its agent, ahead of the ranks (data.reader={data.reader})")
-    return Feed(source, train.steps, switch if data.reader == "auto" else None)
+    return Feed(source, train.steps, switch if data.reader == "auto" else None, _teller(place))
+
+
+def _teller(place: ReadingPlace) -> Callable[[str], None] | None:
+    """What says a word for the ranks of a node, on the first of them."""
+    return warn if place.local_rank == 0 else None

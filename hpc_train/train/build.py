@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.cluster.agent_address import read_job_key, this_node
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.cluster.environment import process_env
 from hpc_train.comm.groups import Groups, build_groups
 from hpc_train.comm.world import World
@@ -140,6 +141,7 @@ def _open_data(config: Config, mesh: Mesh, world: World) -> Feed:
             agent=_agent_address(process_env(), session),
             is_first=world.rank == 0,
             batches=None if config.parallel.hdp is None else batches_of_plan(config, _plan_of(world)),
+            limits=AgentLimits.within(config.launch.timeout_s),
         )
     except HpcTrainError as problem:
         error = problem

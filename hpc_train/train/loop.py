@@ -24,6 +24,7 @@ from hpc_train.checkpoint.loading.load import Loaded
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import read_job_key, this_node
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.network import advertised_address
 from hpc_train.comm.world import World
@@ -74,6 +75,7 @@ class Run:
         self.saver = Saver(
             self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,
             lambda seconds: self.stop.completed_save(seconds), self.copies,
+            AgentLimits.within(self.config.launch.timeout_s),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cluster.agent_address import ask_agent
 from hpc_train.cluster.agent_service import Peer, Service
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.control import Control
 from hpc_train.comm.world import World
 from hpc_train.config import CheckpointConfig
@@ -78,14 +79,17 @@ class ThreadRank:
     durations: list[float] = field(default_factory=list)
     savers: list[Saver] = field(default_factory=list)
 
-    def saver(self, root: Path, key: str, **config: Any) -> Saver:
+    def saver(self, root: Path, key: str, *, limits: AgentLimits = USUAL_LIMITS, **config: Any) -> Saver:
         self.state = plain_state.state(self, None, ELEMENTS)  # type: ignore[arg-type]
 
         def note(seconds: float) -> None:
             self.durations.append(seconds)
 
         agent = (key, self.world.node)
-        self.savers.append(Saver(CheckpointConfig(**config), locate(root), root.parent, self.world, agent, note))
+        place = locate(root)
+        self.savers.append(
+            Saver(CheckpointConfig(**config), place, root.parent, self.world, agent, note, limits=limits)
+        )
         return self.savers[-1]
 
     def save(self, saver: Saver, step: int, *, must_last: bool = False) -> bool:

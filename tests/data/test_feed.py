@@ -47,7 +47,7 @@ def heldout_of(feed: Feed) -> list[list[Any]]:
 class Slow(BatchSource):
     """Says when it is asked, and waits to be told to go on."""
 
-    has_heldout = False
+    has_heldout, reader = False, "a test"
 
     def __init__(self) -> None:
         self.asked: list[int] = []

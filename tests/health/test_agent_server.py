@@ -174,7 +174,7 @@ def test_a_waiting_client_learns_at_once_that_the_agent_has_ended() -> None:
     with ThreadPoolExecutor(1) as pool:
         with served([Shop()]) as agent:
             connection = agent.connect()
-            waiting = pool.submit(connection.ask, {"say": "shop.never"}, timeout_s=0)
+            waiting = pool.submit(connection.ask, {"say": "shop.never"}, timeout_s=60.0)
             time.sleep(0.1)
         with pytest.raises(AgentGone, match="has ended"):
             waiting.result(timeout=10)
@@ -188,7 +188,7 @@ def test_a_waiting_client_learns_at_once_that_the_agent_has_ended() -> None:
 def test_a_client_that_is_closed_by_another_thread_stops_waiting() -> None:
     with served([Shop()]) as agent, ThreadPoolExecutor(1) as pool:
         connection = agent.connect()
-        waiting = pool.submit(connection.ask, {"say": "shop.never"}, timeout_s=0)
+        waiting = pool.submit(connection.ask, {"say": "shop.never"}, timeout_s=60.0)
         time.sleep(0.1)
         connection.close()
         with pytest.raises(AgentGone):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from hpc_train.checkpoint.copies.copy_sender import Keeper, send_part
 from hpc_train.checkpoint.copies.copy_server import CopyServer
@@ -27,6 +27,7 @@ from hpc_train.checkpoint.files.parts import Part, write_parts
 from hpc_train.checkpoint.files.write import Flow, in_words
 from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.mounts import file_system_of
+from hpc_train.cluster.size_words import size_words, two_sizes
 from hpc_train.errors import CheckpointError, HpcTrainError
 
 Log = Callable[[str], None]
@@ -257,13 +258,17 @@ def _require_room(folder: Path, message: Mapping[str, Any]) -> bool:
     """Refuse what would not fit: the saves that are kept, and one that is being written. Whether one more would."""
     own_bytes, kept_bytes, keep = (int(message[name]) for name in ("own_bytes", "kept_bytes", "keep"))
     need, most = (own_bytes + kept_bytes) * (keep + 1), message["most_bytes"]
-    what = (
-        f"local copies need {need / 2**30:.2f} GiB on this node: {own_bytes / 2**30:.2f} GiB of its own and "
-        f"{kept_bytes / 2**30:.2f} GiB of another node, {keep + 1} times (checkpoint.local.keep={keep}, and one "
-        "being written)"
-    )
+
+    def refuse(there: int, words: str, cure: str) -> NoReturn:
+        needed, room = two_sizes(need, there)
+        raise CheckpointError(
+            f"local copies need {needed} on this node: {size_words(own_bytes)} of its own and "
+            f"{size_words(kept_bytes)} of another node, {keep + 1} times (checkpoint.local.keep={keep}, and one being "
+            f"written). {room} {words}. {cure}"
+        )
+
     if most is not None and need > most:
-        raise CheckpointError(f"{what}, and checkpoint.local.most_bytes={most} allows {most / 2**30:.2f} GiB")
+        refuse(most, f"are allowed by checkpoint.local.most_bytes={most}", "Raise that, or lower checkpoint.local.keep")
     try:
         there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         free = shutil.disk_usage(folder).free + there
@@ -271,11 +276,10 @@ def _require_room(folder: Path, message: Mapping[str, Any]) -> bool:
         raise CheckpointError(f"checkpoint.local.path: {folder} cannot be used: {problem}") from problem
     memory = available_memory_bytes() if file_system_of(folder) in ("tmpfs", "ramfs") else None
     if memory is not None and need > memory + there:
-        raise CheckpointError(
-            f"{what}; {folder} is memory, and {(memory + there) / 2**30:.2f} GiB of it are to be had within the limits "
-            "of the job. Give the job more memory (--mem), or choose a folder on a disk"
-        )
+        words = f"are to be had within the limits of the job, and {folder} is memory"
+        refuse(memory + there, words, "Give the job more memory (--mem), or choose a folder on a disk")
     if need > free:
-        raise CheckpointError(f"{what}, and {free / 2**30:.2f} GiB are free at {folder}. Choose another folder")
+        words = f"are free at {folder}, with what this run has there"
+        refuse(free, words, "Make room there, lower checkpoint.local.keep, or choose another folder")
     limits = [most, free, None if memory is None else memory + there]
     return need + own_bytes + kept_bytes <= min(limit for limit in limits if limit is not None)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, final
 
 from hpc_train.cluster.agent_address import AgentConnection
+from hpc_train.cluster.agent_wait import AgentWait
 from hpc_train.comm.world import World
 from hpc_train.config import LocalCopiesConfig
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 
-_OPEN_S = 60.0
-"""For an agent to make a folder; assumed: a node that swaps."""
+_ANSWER_S = 60.0
+"""For answers that wait for nothing; assumed: a node that swaps."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class LocalCopies:
         """
         self._whole, self._twice, self.store_step = tuple(tokens[-self._config.keep :]), twice, store_step
 
-    def open(self, session: str, connection: AgentConnection, num_bytes: int) -> None:
-        """Have the agents make ready. num_bytes: of this rank's state.
+    def open(self, session: str, connection: AgentConnection, num_bytes: int, wait: AgentWait) -> None:
+        """Have the agents make ready. num_bytes: of this rank's state. wait: for this node's folder.
 
         Raises:
             HpcTrainError: on every rank: some node has no such folder, or not the room, or cannot listen.
@@ -87,7 +88,7 @@ class LocalCopies:
         listening: list[Any] | None = None
         if world.local_rank == 0:
             try:
-                listening = self._keep(session, connection, secret, num_bytes_of)
+                listening = self._keep(session, connection, secret, num_bytes_of, wait)
             except HpcTrainError as problem:
                 error = problem
         world.agree(error)
@@ -140,7 +141,9 @@ class LocalCopies:
             with suppress(HpcTrainError):  # an agent that has ended is noticed by who needs it
                 self._drop()
 
-    def _keep(self, session: str, connection: AgentConnection, secret: str, num_bytes_of: Sequence[int]) -> list[Any]:
+    def _keep(
+        self, session: str, connection: AgentConnection, secret: str, num_bytes_of: Sequence[int], wait: AgentWait
+    ) -> list[Any]:
         world, config, here = self._world, self._config, self._world.node_rank
         has_peer = world.num_nodes > 1
         kept = self._holders.index(here) if has_peer else here
@@ -162,7 +165,7 @@ class LocalCopies:
             "bytes_per_s": config.send_bytes_per_s,
             "finish_s": self._finish_s,
         }
-        answer = _ask(connection, message)
+        answer = _ask(connection, message, wait)
         return [here, address, answer["port"], answer["has_room"]]
 
 
@@ -172,8 +175,8 @@ def _of_all(told: Sequence[Mapping[str, Any]], name: str) -> str | None:
     return words.pop() if len(words) == 1 else None
 
 
-def _ask(connection: AgentConnection, message: Mapping[str, Any]) -> dict[str, Any]:
-    answer, _ = connection.ask(message, timeout_s=_OPEN_S)
+def _ask(connection: AgentConnection, message: Mapping[str, Any], wait: AgentWait | None = None) -> dict[str, Any]:
+    answer, _ = connection.ask(message, timeout_s=_ANSWER_S, look=None if wait is None else wait.look)
     if "error" in answer:
         raise CheckpointError(str(answer["error"]))
     return answer

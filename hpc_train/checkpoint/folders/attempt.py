@@ -7,6 +7,7 @@ look here before they remove or commit anything.
 from __future__ import annotations
 
 import hashlib
+import secrets
 
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.errors import CheckpointError
@@ -33,6 +34,16 @@ def begin_attempt(root: Location, attempt: str) -> None:
         (root / ATTEMPT_FILE).write_text(attempt + "\n")
     except FileExistsError:
         raise CheckpointError(f"another start of this run has just begun to use {root}") from None
+
+
+def shut_out_agents(root: Location) -> None:
+    """From now on the node agents of this start leave the folder alone, too: the ranks write there by themselves.
+
+    Raises:
+        CheckpointError: the store does not take it.
+    """
+    if (root / ATTEMPT_FILE).is_file():
+        begin_attempt(root, secrets.token_hex(8))
 
 
 def require_attempt(root: Location, attempt: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from hpc_train.checkpoint.folders.folder import newest_step, steps_newest_first
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_folder
+from hpc_train.cluster.size_words import two_sizes
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.plan.run_files import (
@@ -86,7 +88,7 @@ def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
     root.make_folder()
     if is_elsewhere(root, run_dir):
         _claim(root, run_dir.resolve())
-    _require_space(root, num_bytes)
+    _require_space(root, run_dir, num_bytes)
     _try_writing(root)
     if is_elsewhere(root, run_dir):
         write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest_step(root)))
@@ -148,13 +150,18 @@ def _claim(root: Location, run_dir: Path) -> None:
         )
 
 
-def _require_space(root: Location, num_bytes: int) -> None:
+def _require_space(root: Location, run_dir: Path, num_bytes: int) -> None:
     free = root.store.free_bytes(root.path)
     if free is not None and free < num_bytes:
-        raise CheckpointError(
-            f"one checkpoint needs {num_bytes / 2**30:.2f} GiB, but {root} has {free / 2**30:.2f} GiB free. Free some "
-            "space, or choose another checkpoint.folder"
-        )
+        needed, there = two_sizes(num_bytes, free)
+        steps = [step for step, _ in steps_newest_first(root)]
+        cure = "Free some space, or choose another checkpoint.folder for a new run"
+        if len(steps) > 1:
+            cure = (
+                f"{len(steps)} checkpoints of this run are there: `hpc-train ckpt prune {shlex.quote(str(run_dir))} "
+                f"--keep 1` removes all but the newest one that is sound. Or free space elsewhere"
+            )
+        raise CheckpointError(f"one checkpoint needs {needed}, but {root} has {there} free. {cure}")
 
 
 def _try_writing(root: Location) -> None:

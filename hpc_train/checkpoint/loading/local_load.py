@@ -14,6 +14,7 @@ all bytes are checked before any is taken, so that a run which finds nothing beg
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 from hpc_train.plan.local_sets import FoundPart, WholeSet, choose_sets
+
+_LOOK_S = 60.0
+"""For a node's disk to show its parts, of which there are a few small records to read; assumed: a node that swaps."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,21 @@ def load_local(
 
 def _claimed_parts(local: LocalFolder, world: World) -> tuple[list[PartRecord], list[str]]:
     """What this node has, which nobody of an earlier start changes any more, and what is wrong with the rest."""
-    try:
-        NodeFolder(local.path, local.attempt, world.node_rank)
-    except (CheckpointError, OSError) as problem:
-        return [], [str(problem)]
-    return sound_parts(local.path)
+    found: list[tuple[list[PartRecord], list[str]]] = []
+
+    def look() -> None:
+        try:
+            NodeFolder(local.path, local.attempt, world.node_rank)
+            found.append(sound_parts(local.path))
+        except Exception as problem:
+            found.append(([], [str(problem)]))
+
+    # Beside this thread: a disk that hangs must not hold up the start of all nodes.
+    thread = threading.Thread(target=look, name="local parts", daemon=True)
+    thread.start()
+    thread.join(_LOOK_S)
+    hangs = f"{local.path} on {world.node} has not answered in {_LOOK_S:g} s: that disk hangs"
+    return found[0] if found else ([], [hangs])
 
 
 def _names(chosen: WholeSet) -> list[PartName]:

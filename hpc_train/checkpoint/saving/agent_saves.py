@@ -25,6 +25,7 @@ from hpc_train.checkpoint.format.torch_index import index_bytes
 from hpc_train.checkpoint.saving.snapshot import Snapshot, snapshot_bytes
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import AgentConnection, AgentGone
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits, AgentWait, words_meanwhile
 from hpc_train.cluster.limits import available_memory_bytes
 from hpc_train.cluster.memory_segment import Segment
 from hpc_train.comm.world import World
@@ -35,8 +36,8 @@ _PATIENCE_S = 10.0
 """For an agent to come up; assumed: it was started with the ranks, and they have taken a step since."""
 _OPEN_S = 180.0
 """For an agent to map the memory and to see the store; assumed: that answers within its own patience, 120 s."""
-_ANSWER_S = 60.0
-"""For answers that wait for nothing and take milliseconds; assumed: a node that swaps. A stopped agent gives none."""
+_FOLDER_S = 60.0
+"""For an agent to make a folder on its node's disk; assumed: a node that swaps."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.005, 0.5, 0.005
 """Between questions whether a save is done: a share of the time that it has taken so far (assumed: by so much, twice,
 the end of a save is noticed late)."""
@@ -90,15 +91,18 @@ class AgentSaves:
         target: AgentTarget,
         pieces: Sequence[StatePiece],
         report: Callable[[Saved], None],
+        limits: AgentLimits = USUAL_LIMITS,
     ) -> None:
         """Take the memory and have it mapped by the agent of this node.
 
-        agent: its job key and node. report: called on rank 0, once for each save that is committed.
+        agent: its job key and node. report: called on rank 0, once for each save that is committed. limits: how long
+        agents are waited for; the first rank of a node says so.
 
         Raises:
             HpcTrainError: on every rank: some node has no agent, or not the memory, or its agent not the store.
         """
-        self._world, self._agent, self._report = world, agent, report
+        self._world, self._agent, self._report, self._limits = world, agent, report, limits
+        self._root, self._speak = target.root, warn if world.local_rank == 0 else None
         self._session = str(world.control.broadcast(secrets.token_hex(4) if world.rank == 0 else None))
         self._num_begun = 0
         self._pending: _Pending | None = None
@@ -119,7 +123,15 @@ class AgentSaves:
         """Have saves copied to the nodes' own disks too. Raises as `LocalCopies.open`."""
         assert self._connection is not None and self._snapshot is not None
         num_bytes = sum(box.item_bytes for box in self._snapshot.placed)
-        copies.open(self._session, self._connection, num_bytes)
+
+        def hangs(seconds: float) -> HpcTrainError:
+            return CheckpointError(
+                f"checkpoint.local.path: {copies.folder.path} has not answered the node agent of {self._agent[1]} in "
+                f"{seconds:.0f} s: that disk hangs. Leave the node out, or checkpoint.local"
+            )
+
+        wait = self._wait("the folder of local copies", _FOLDER_S, hangs)
+        copies.open(self._session, self._connection, num_bytes, wait)
         self._copies = copies
 
     def save(
@@ -140,14 +152,21 @@ class AgentSaves:
 
         Raises:
             SaveFailed: the save before failed, and this one is not begun. Once for each.
-            AgentGone: on every rank: an agent has ended, and nothing is written by the others any more.
+            AgentGone: on every rank: an agent has ended or answers nothing, and nothing is written by the others any
+                more.
+            CheckpointError: on every rank: nothing gets on in the store.
         """
         assert self._snapshot is not None
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self._pending
+        if before is not None:
+            before.wait_from = begin
         while (token := self._begin(step, when_busy, hurry, is_for_store)) is None:
             if when_busy == "skip":
+                if before is not None:
+                    before.end_wait()
                 return False
             self.settle()
+        begin = begin if before is None else time.perf_counter()
         self._snapshot.fill(pieces)
         message = {"say": "checkpoint.take", "token": token, "is_for_store": is_for_store}
         if has_copy:
@@ -157,8 +176,8 @@ class AgentSaves:
         self._ask({**message, "values": values} if self._world.rank == 0 else message)
         self._pending = _Pending(token, step, time.perf_counter() - begin, is_for_store)
         if self._world.rank == 0 and is_for_store:
-            self._pending.listen(self._agent, self._session)
-            say(f"step {step} is copied in {self._pending.stall_s:.2f} s; the node agents write it")
+            self._pending.listen(self._agent, self._session, self._limits.silence_s)
+            say(f"step {step} is copied in {self._pending.copy_s:.2f} s; the node agents write it")
         return True
 
     @property
@@ -183,27 +202,30 @@ class AgentSaves:
         """Wait until the last save is committed, if one is on its way, and no agent writes to the store any more.
 
         Raises:
-            SaveFailed, AgentGone: as `save`.
+            SaveFailed, AgentGone, CheckpointError: as `save`.
         """
         pending = self._pending
         if pending is None:
             return
+        pending.wait_from = pending.wait_from or time.perf_counter()
         try:
             if pending.is_for_store:
                 self._settle_store(pending)
             else:
                 # Until agents copy it, which the next save may stop. Of one that has ended all hear at that save.
-                self._world.control.all_gather(self._outcome(pending, commit=True))
+                _raise_where_stuck(self._world.control.all_gather(self._outcome(pending, commit=True)))
         finally:
             self._pending = None
 
     def _settle_store(self, pending: _Pending) -> None:
-        answers = self._world.control.all_gather(self._outcome(pending, commit=False))
+        answers = self._hear_all(self._outcome(pending, commit=False), pending.step)
+        _raise_where_stuck(answers)
         problem = next(filter(None, map(_problem, answers)), None)
         if problem is not None:
             self._abandon(pending, problem)
         last = self._outcome(pending, commit=True) if self._world.rank == 0 else None
         last = self._world.control.broadcast(last)
+        _raise_where_stuck([last or {}])
         if _is_committed(last):
             self._tell(pending, last)
             return  # an agent that has ended since is noticed at the next save
@@ -297,7 +319,9 @@ class AgentSaves:
                 index = index_bytes([PlacedBox.from_plain(box) for of_rank in placed for box in of_rank])
                 segments.append(Segment.create("checkpoint.index", len(index)))
                 segments[1].write(0, index)
-            answer, _ = connection.ask(message, [segment.descriptor for segment in segments], timeout_s=_OPEN_S)
+            wait = self._wait("its look at the store", _OPEN_S, self._sees_nothing)
+            descriptors = [segment.descriptor for segment in segments]
+            answer, _ = connection.ask(message, descriptors, timeout_s=self._limits.silence_s, look=wait.look)
         finally:
             for segment in segments:
                 segment.close()
@@ -311,7 +335,7 @@ class AgentSaves:
         pending = self._pending
         asked = {"token": token, "step": step, "hurry": hurry, "is_for_store": is_for_store}
         message = {"say": "checkpoint.begin", **asked}
-        answers = self._world.control.all_gather(self._ask(message))
+        answers = self._hear_all(self._ask(message), step)
         told = [answer["failed"] for answer in answers if answer.get("failed")]
         failed = [why for of_token, why in told if pending is not None and pending.is_failed_by(of_token)]
         busy = next((answer["busy"] for answer in answers if answer.get("busy")), None)
@@ -344,7 +368,7 @@ class AgentSaves:
             assert busy is not None
             left_out = "this one is left out (checkpoint.when_busy=skip)" if is_for_store else "there is no local copy"
             action = "it is waited for" if when_busy == "wait" else left_out
-            written, whole = (f"{busy[name] / 2**20:.0f}" for name in ("written_bytes", "num_bytes"))
+            written, whole = (f"{busy[name] / 2**20:.1f}" for name in ("written_bytes", "num_bytes"))
             so_far = f"{written} of {whole} MiB of a node"
             say(f"step {step}: the save of step {busy['step']} is not done, {so_far}: {action}")
         return None
@@ -362,36 +386,78 @@ class AgentSaves:
 
     def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
         """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""
+        if commit and pending.is_committed:
+            return {"is_known": True, "failed": None, "seconds": 0.0}
         message = {"say": "checkpoint.outcome", "session": self._session, "token": pending.token, "commit": commit}
-        return _poll(lambda: self._ask(message))
+
+        def sticks(seconds: float) -> HpcTrainError:
+            return CheckpointError(
+                f"the save of step {pending.step} does not get on: the node agent of {self._agent[1]} lives, but "
+                f"nothing has moved for {seconds:.0f} s{_so_far(answer)}, so {self._root} does not answer there. What "
+                "was saved before stands. Look at the file system; ranks wait for a store for launch.timeout_s, and "
+                "two minutes more"
+            )
+
+        answer: dict[str, Any] = {}
+        wait = self._wait(f"the save of step {pending.step}", self._limits.save_s, sticks)
+
+        def ask() -> dict[str, Any]:
+            nonlocal answer
+            answer = self._ask(message)
+            if not answer.get("is_known", True):
+                wait.look(True, answer.get("moved"), _so_far(answer))
+            return answer
+
+        try:
+            return _poll(ask)
+        except CheckpointError as problem:
+            return {"stuck": str(problem)}
+
+    def _hear_all(self, answer: dict[str, Any], step: int) -> list[dict[str, Any]]:
+        """All ranks' answers. Collective."""
+        tell = self._speak if self._world.rank == 0 and self._world.num_nodes > 1 else None
+        what = f"ranks of other nodes at the save of step {step}, which may wait for their node agents (logs/NODE.log)"
+        with words_meanwhile(tell, what):
+            return self._world.control.all_gather(answer)
+
+    def _wait(self, what: str, hang_s: float, hangs: Callable[[float], HpcTrainError]) -> AgentWait:
+        """One for what the agent says later, and is asked meanwhile whether it lives."""
+        return AgentWait(self._agent, what, self._limits.silence_s, self._speak, hang_s=hang_s, hangs=hangs)
+
+    def _sees_nothing(self, seconds: float) -> HpcTrainError:
+        return CheckpointError(f"{self._root} does not answer the node agent of {self._agent[1]} in {seconds:.0f} s")
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The agent's answer; `gone` with the reason where there is none, or it has lost what it was told."""
         assert self._connection is not None
-        node = self._agent[1]
+        node, silence_s = self._agent[1], self._limits.silence_s
         if self._gone is None:
+            # Answers to these wait for nothing, so that there is no need to ask for a sign of life.
+            wait = AgentWait(self._agent, "an answer about checkpoints", silence_s, self._speak)
             try:
-                answer, _ = self._connection.ask(message, timeout_s=_ANSWER_S)
+                answer, _ = self._connection.ask(message, timeout_s=silence_s, look=lambda: wait.look(answers=False))
                 if "error" not in answer:
                     return answer
                 return {"gone": f"the node agent refuses: {answer['error']} (on {node})"}
             except AgentGone as problem:
                 # An answer that came late would be taken for that of the next question.
                 self._connection.close()
-                self._gone = f"{problem} (on {node})"
+                self._gone = str(problem) if f"agent of {node}" in str(problem) else f"{problem} (on {node})"
         return {"gone": self._gone}
 
     def _abandon(self, pending: _Pending, why: str) -> None:
         self._ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
 
     def _tell(self, pending: _Pending, answer: Mapping[str, Any]) -> None:
+        pending.is_committed = True
         if self._world.rank == 0 and not pending.is_told:
             pending.is_told = True
             for line in answer.get("told", ()):
                 warn(str(line))
             # An agent that ends in this moment does not tell its time any more; the save is committed all the same.
-            seconds = float(answer.get("seconds", time.perf_counter() - pending.copied_at))
-            self._report(Saved(pending.step, pending.stall_s, pending.stall_s + seconds))
+            seconds = pending.copy_s + float(answer.get("seconds", time.perf_counter() - pending.copied_at))
+            stall_s = pending.stall_s
+            self._report(Saved(pending.step, stall_s, max(stall_s, seconds)))
 
     def _together(self, act: Callable[[], None]) -> None:
         """Do what may fail on some ranks; where it does on any, all raise alike and hold nothing any more."""
@@ -414,28 +480,41 @@ class AgentSaves:
 class _Pending:
     """A save on its way; on rank 0 a thread hears what becomes of it.
 
-    is_for_store: as of `save`. copied_at: on the clock of time.perf_counter. is_told: somebody has been told
-    of its end. is_raised: its failure was raised on every rank, and agents may still be about to end it.
+    is_for_store: as of `save`. copied_at: on the clock of time.perf_counter, as is wait_from: since when training waits
+    for it, if it does. is_told: somebody has been told of its end. is_committed: it is known to be. is_raised: its
+    failure was raised on every rank, and agents may still be about to end it.
     """
 
-    def __init__(self, token: str, step: int, stall_s: float, is_for_store: bool) -> None:
-        self.token, self.step, self.stall_s, self.is_for_store = token, step, stall_s, is_for_store
+    def __init__(self, token: str, step: int, copy_s: float, is_for_store: bool) -> None:
+        self.token, self.step, self.copy_s, self.is_for_store = token, step, copy_s, is_for_store
         self.copied_at = time.perf_counter()
-        self.is_told = self.is_raised = False
+        self.wait_from: float | None = None
+        self._waited_s = 0.0
+        self.is_told = self.is_raised = self.is_committed = False
         self._heard: dict[str, Any] | None = None
+
+    @property
+    def stall_s(self) -> float:
+        """How long training has waited for it, for its copy and later."""
+        waits_s = 0.0 if self.wait_from is None else time.perf_counter() - self.wait_from
+        return self.copy_s + self._waited_s + waits_s
+
+    def end_wait(self) -> None:
+        """Training goes on without it."""
+        self._waited_s, self.wait_from = self.stall_s - self.copy_s, None
 
     def is_failed_by(self, token: str) -> bool:
         """Whether a failure of that save is one of this one, and of the store."""
         return self.is_for_store and token == self.token
 
-    def listen(self, agent: tuple[str, str], session: str) -> None:
-        """Begin to wait for the agent's last word."""
+    def listen(self, agent: tuple[str, str], session: str, silence_s: float) -> None:
+        """Begin to wait for the agent's last word. silence_s: for each of its answers."""
         message = {"say": "checkpoint.outcome", "session": session, "token": self.token, "commit": True}
 
         def ask() -> None:
             try:
                 with closing(AgentConnection.open_patiently(*agent, _PATIENCE_S)) as connection:
-                    self._heard = _poll(lambda: connection.ask(message, timeout_s=_ANSWER_S)[0])
+                    self._heard = _poll(lambda: connection.ask(message, timeout_s=silence_s)[0])
             except AgentGone as problem:
                 self._heard = {"gone": f"{problem} (on {agent[1]})"}
 
@@ -463,6 +542,22 @@ def _problem(answer: Mapping[str, Any]) -> str | None:
     """What went wrong by an agent's answer, or by its absence."""
     found = answer.get("gone") or answer.get("failed")
     return None if found is None else str(found)
+
+
+def _so_far(answer: Mapping[str, Any]) -> str:
+    """How far a save is, by its agent's answer."""
+    if "num_bytes" not in answer:
+        return ""
+    written, whole = (answer[name] / 2**20 for name in ("written_bytes", "num_bytes"))
+    return f" ({written:.1f} of {whole:.1f} MiB written)"
+
+
+def _raise_where_stuck(answers: Sequence[Mapping[str, Any]]) -> None:
+    stuck = next((answer["stuck"] for answer in answers if "stuck" in answer), None)
+    if stuck is not None:
+        error = CheckpointError(stuck)
+        error.reporter = 0
+        raise error
 
 
 def _raise_where_gone(answers: Sequence[Mapping[str, Any]]) -> None:

@@ -265,14 +265,17 @@ class Session:
                 self._changed.notify_all()
 
     def outcome(self, token: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What has become of a save, if that is known yet.
+        """What has become of a save, if that is known yet; else how far it is, with `moved`, which changes meanwhile.
 
         message: `commit`: of all of it, and not of this node's part alone.
         """
         with self._changed:
             save = self._current(token)
             if not (save.is_done or (save.is_node_done and not message["commit"])):
-                return {"is_known": False}
+                moved = [save.flow.moved_at, len(save.taken), save.is_taken_up, save.is_node_done]
+                num_bytes = sum(part.num_bytes for part in self._parts.values())
+                so_far = {"written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
+                return {"is_known": False, "moved": moved, **so_far}
             told = [*save.told]
             return {"is_known": True, "failed": save.failure, "step": save.step, "seconds": save.seconds, "told": told}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hpc_train.checkpoint.copies.local_saves import LocalCopies
+from hpc_train.checkpoint.folders.attempt import shut_out_agents
 from hpc_train.checkpoint.folders.folder import step_folder
 from hpc_train.checkpoint.folders.run_location import is_elsewhere, note_saved
 from hpc_train.checkpoint.format.state import StatePiece
@@ -18,10 +19,14 @@ from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget, Sav
 from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import AgentGone
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
 from hpc_train.config import CheckpointConfig
 from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
 from hpc_train.log import say, warn
+
+_SAME_S = 0.005
+"""Of two times that are told in hundredths."""
 
 
 @final
@@ -37,11 +42,13 @@ class Saver:
         agent: tuple[str, str] | None,
         completed: Callable[[float], str | None],
         copies: LocalCopies | None = None,
+        limits: AgentLimits = USUAL_LIMITS,
     ) -> None:
         """agent: job key and node, where a driver has started one. completed: told the seconds of saves; may warn.
 
-        copies: on the nodes' own disks, where checkpoint.local asks for them.
+        copies: on the nodes' own disks, where checkpoint.local asks for them. limits: how long agents are waited for.
         """
+        self._limits = limits
         self._config, self._root, self._run_dir, self._world = config, root, run_dir, world
         self._agent, self._completed, self._copies = agent, completed, copies
         self._agents: AgentSaves | None = None
@@ -75,7 +82,7 @@ class Saver:
         note_dir = self._run_dir if is_elsewhere(self._root, self._run_dir) else None
         target = AgentTarget(self._root, config.keep, config.write_bytes_per_s, config.finish_s, note_dir)
         try:
-            self._agents = AgentSaves(self._world, self._agent, target, pieces, self._report)
+            self._agents = AgentSaves(self._world, self._agent, target, pieces, self._report, self._limits)
         except HpcTrainError as problem:
             self._leave_agents(problem)
             return
@@ -195,7 +202,8 @@ class Saver:
     def _report(self, saved: Saved) -> None:
         if self._copies is not None:
             self._copies.store_step = saved.step
-        waited = "" if saved.stall_s == saved.seconds else f", of which training waited {saved.stall_s:.2f} s"
+        is_all = saved.seconds - saved.stall_s < _SAME_S
+        waited = "" if is_all else f", of which training waited {saved.stall_s:.2f} s"
         say(f"saved {step_folder(saved.step)} in {saved.seconds:.2f} s{waited}")
         too_short = self._completed(saved.seconds)
         if too_short is not None:
@@ -237,6 +245,10 @@ class Saver:
             error.reporter = 0
             raise error from problem
         if self._world.rank == 0:
+            try:
+                shut_out_agents(self._root)  # one that was stopped may go on at any time
+            except CheckpointError as more:
+                warn(f"node agents could not be told that the ranks write now: {more}")
             warn(
                 f"{problem}{lost}: from here on the ranks write checkpoints by themselves, and training waits for "
                 "them (checkpoint.writer=auto)"

@@ -207,7 +207,7 @@ def test_memory_that_the_job_has_not_is_no_room_for_copies(tmp_path: Path, monke
     (tmp_path / "disk").mkdir(mode=0o700)
     monkeypatch.setattr(copy_keeper, "file_system_of", lambda path: "tmpfs")
     monkeypatch.setattr(copy_keeper, "available_memory_bytes", lambda: 3000)
-    with pytest.raises(CheckpointError, match=r"is memory, and 0\.00 GiB of it are to be had .* \(--mem\)"):
+    with pytest.raises(CheckpointError, match=r"\. 30\d\d bytes are to be had .* is memory\. .*\(--mem\)"):
         NodeCopies(_keep(tmp_path / "disk" / "run"), print)
     for available, has_room in ((4000, False), (6000, True)):
         monkeypatch.setattr(copy_keeper, "available_memory_bytes", lambda available=available: available)

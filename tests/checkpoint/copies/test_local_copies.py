@@ -31,6 +31,7 @@ from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cluster.agent_address import AgentConnection
+from hpc_train.cluster.agent_wait import AgentWait
 from hpc_train.comm.world import World
 from hpc_train.config import CheckpointConfig, LocalCopiesConfig
 from hpc_train.errors import ConfigError, HpcTrainError
@@ -358,7 +359,7 @@ class _Agent:
     def __init__(self, has_room: bool) -> None:
         self._has_room = has_room
 
-    def ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+    def ask(self, message: Mapping[str, Any], **more: object) -> tuple[dict[str, Any], list[int]]:
         return {"port": None, "has_room": self._has_room}, []
 
 
@@ -368,7 +369,7 @@ def test_the_newest_save_kept_twice_stays_beside_newer_ones_where_there_is_room(
 ) -> None:
     config = LocalCopiesConfig(path="/", every=1, keep=2)
     copies = LocalCopies(single_world(), config, LocalFolder(tmp_path / "a/b/c", "start"), (), lambda: "", 1.0)
-    copies.open("session", cast(AgentConnection, _Agent(has_room)), 100)
+    copies.open("session", cast(AgentConnection, _Agent(has_room)), 100, AgentWait(("key", "n1"), "the folder", 60.0))
 
     def hear(*told: tuple[str | None, str | None]) -> list[str]:
         copies.hear([{"copies": {"whole_here": w, "kept_twice": t, "problem": None}} for w, t in told])

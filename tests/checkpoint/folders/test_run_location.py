@@ -107,6 +107,17 @@ def test_lack_of_space_is_known_before_the_first_step(run_dir: Path) -> None:
         _open(None, run_dir, 1 << 43)
 
 
+def test_where_older_checkpoints_fill_the_disk_the_command_that_thins_them_out_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        (run_dir / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
+    monkeypatch.setattr(local_store.LocalBackend, "free_bytes", lambda backend, path: 5 << 19)
+    told = rf"one checkpoint needs 10\.0 MiB, but .* has 2\.5 MiB free\. 2 .*`hpc-train ckpt prune {run_dir} --keep 1`"
+    with pytest.raises(CheckpointError, match=told):
+        _open(None, run_dir, 10 << 20)
+
+
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int

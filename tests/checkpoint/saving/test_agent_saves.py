@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.files.write import Flow
+from hpc_train.checkpoint.folders.attempt import begin_attempt, require_attempt
 from hpc_train.checkpoint.folders.folder import steps_newest_first
 from hpc_train.checkpoint.saving import agent_saves, node_save, node_writer, snapshot
 from hpc_train.checkpoint.saving import saver as saver_module
@@ -20,7 +21,9 @@ from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.saving.snapshot import Snapshot
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.checkpoint.stores.store import StoreError
+from hpc_train.cluster import agent_wait
 from hpc_train.cluster.agent_service import Peer
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.errors import CheckpointError, HpcTrainError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
@@ -35,7 +38,7 @@ def said(monkeypatch: Patch) -> list[str]:
     lines: list[str] = []
     for module in (saver_module, agent_saves):
         monkeypatch.setattr(module, "say", lines.append)
-    monkeypatch.setattr(saver_module, "warn", lines.append)
+        monkeypatch.setattr(module, "warn", lines.append)
     return lines
 
 
@@ -308,7 +311,7 @@ def test_a_run_that_stops_for_a_failed_save_says_so_also_when_the_agent_ends(tmp
 
 
 def test_a_save_is_reported_although_nobody_heard_how_long_it_took(tmp_path: Path, monkeypatch: Patch) -> None:
-    def deaf(pending: Any, agent: Any, session: str) -> None:
+    def deaf(pending: Any, agent: Any, session: str, silence_s: float) -> None:
         pending._heard = {"gone": "no node agent answers"}
 
     monkeypatch.setattr(agent_saves._Pending, "listen", deaf)
@@ -337,15 +340,43 @@ def test_an_agent_that_is_stopped_does_not_hold_up_training(
 
     monkeypatch.setattr(CheckpointService, "answer", answer)
     hanging_store(monkeypatch, "write_first_node", release)
-    monkeypatch.setattr(agent_saves, "_ANSWER_S", 0.2)
+    (tmp_path / "root").mkdir()
+    begin_attempt(locate(tmp_path / "root"), "this start")
+    limits = AgentLimits(silence_s=0.2, data_s=60.0, save_s=60.0)
 
     def train(rank: ThreadRank) -> bool:
-        return rank.save(rank.saver(tmp_path / "root", key, finish_s=0.1), 1, must_last=True)
+        return rank.save(rank.saver(tmp_path / "root", key, limits=limits, finish_s=0.1), 1, must_last=True)
 
     with agents(1) as key:
         assert run_threads(train, 2, one_node=True)[0] == [True, True]
-    assert sum(f"did not answer 'checkpoint.{verb}' in time (on n1)" in line for line in said) == 1
+    assert sum("node agent of n1 has answered nothing for " in line for line in said) == 1
     assert _steps(tmp_path / "root") == [1]
+    with pytest.raises(CheckpointError, match="another start"):
+        require_attempt(locate(tmp_path / "root"), "this start")  # it may wake up at any time, and commits nothing then
+
+
+def test_a_store_that_hangs_ends_the_run_on_every_rank_with_the_node_whose_agent_waits_for_it(
+    tmp_path: Path, monkeypatch: Patch, said: list[str], release: threading.Event
+) -> None:
+    """The agent lives and answers; its thread is in a call of the file system that does not come back."""
+    hanging_store(monkeypatch, "write_first_node", release)
+    monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.2)
+    limits = AgentLimits(silence_s=60.0, data_s=60.0, save_s=1.0)
+    found: dict[int, CheckpointError] = {}
+
+    def train(rank: ThreadRank) -> None:
+        try:
+            rank.save(rank.saver(tmp_path / "root", key, limits=limits, finish_s=0.1), 1, must_last=True)
+        except CheckpointError as problem:
+            found[rank.rank] = problem
+
+    with agents(1) as key:
+        run_threads(train, 2, one_node=True)
+        release.set()
+    assert {rank: problem.reporter for rank, problem in found.items()} == {0: 0, 1: 0}
+    told = "the save of step 1 does not get on: the node agent of n1 lives, but nothing has moved for 1 s (0.0 of "
+    assert str(found[0]).startswith(told) and str(found[1]) == str(found[0])
+    assert any("for the save of step 1, from the node agent of n1 (0.0 of " in line for line in said), said
 
 
 def _mapped(label: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,8 @@ class _Rank:
         self.state: list[StatePiece] = plain_state.state(me, None, ELEMENTS)
         self.durations: list[float] = []
         self.said: list[str] = []
-        saver_module.say = saver_module.warn = agent_saves.say = self.said.append  # type: ignore[assignment]
+        saver_module.say = saver_module.warn = self.said.append  # type: ignore[assignment]
+        agent_saves.say = agent_saves.warn = self.said.append  # type: ignore[assignment]
         world, node = make_world(me), NODE
         if nodes > 1:
             node = f"n{me.rank + 1}"
@@ -125,6 +127,12 @@ def test_a_save_that_is_due_while_one_is_written_waits_or_is_left_out(
     said = "\n".join(found[0][1])
     action = "it is waited for" if when_busy == "wait" else r"this one is left out (checkpoint.when_busy=skip)"
     assert "step 2: the save of step 1 is not done, " in said and action in said
+    times = re.search(r"saved step_0000001 in ([\d.]+) s(?:, of which training waited ([\d.]+) s)?", said)
+    assert times is not None
+    waited_s = float(times[2] or times[1])
+    assert waited_s > 0.5, said  # by the next save, or at the end
+    copies_s = [float(text) for text in re.findall(r"step \d is copied in ([\d.]+) s", said)]
+    assert max(copies_s) < 0.5, "what training waited for is not that copy"
 
 
 def _end_agent(me: TestRank, key: str, node: str) -> None:
