@@ -189,7 +189,7 @@ class _Writer:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        block = None
+        block, is_over = None, False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "wb") as file:
@@ -198,9 +198,11 @@ class _Writer:
                     file.write(self._encoded(*block))
                     if self._queue.empty():
                         file.flush()
+                is_over = True
         except OSError as error:
             warn(f"{self._path} cannot be written: {error}; training goes on, and this rank has no further trace")
-            self._discard(block)
+            if not is_over:  # else it was the last of it, as the file was closed
+                self._discard(block)
 
     def _encoded(self, step: int, rows: array[int], names: list[Name], dropped: int) -> bytes:
         times = self._clock.resolve(times_of(rows))

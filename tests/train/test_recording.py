@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,23 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
     out = capsys.readouterr()
     assert (out.out + out.err).count("cannot be written") == 1
     assert recorder.num_dropped == 300
+
+
+def test_a_disk_that_is_full_when_the_trace_is_closed_holds_no_rank_up(tmp_path: Path, capsys) -> None:
+    """The last block waits for the end, which comes behind it, so that all of it is refused as the file is closed."""
+    path = tmp_path / "trace" / "attempt_0001" / "rank_00000.trace"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    clock = _StuckClock()
+    recorder = open_recorder(tmp_path, 0, clock)
+    with recorder.step(1):
+        pass
+    threading.Timer(0.5, clock.go_on.set).start()
+    begin = time.monotonic()
+    recorder.close()
+    assert time.monotonic() - begin < 10
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("cannot be written") == 1
 
 
 def _offsets(me: TestRank) -> list[tuple[int, int, int]]:
