@@ -56,6 +56,10 @@ class NewerFormatError(CheckpointError):
     """A checkpoint that a newer hpc_train wrote: never skipped for an older one, nor removed."""
 
 
+class UnfinishedError(CheckpointError):
+    """A folder without a manifest."""
+
+
 def read_manifest(place: Place) -> Manifest:
     """The manifest of a checkpoint folder, after a check that every file is there in its full size.
 
@@ -69,7 +73,7 @@ def read_manifest(place: Place) -> Manifest:
         manifest = parse_manifest(path.read_text(), folder)
         sizes = {entry.name: entry.num_bytes for entry in folder.entries() if not entry.is_folder}
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST_FILE}: it was not written to its end") from None
+        raise UnfinishedError(f"{folder} has no {MANIFEST_FILE}: it was not written to its end") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     for name, size in manifest.files.items():

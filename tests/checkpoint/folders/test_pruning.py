@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint.folders.find import find_checkpoint
-from hpc_train.checkpoint.folders.folder import newest_step, prune
+from hpc_train.checkpoint.folders.folder import newest_step, prune, sound_checkpoints
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, NewerFormatError, read_manifest
 from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.stores.location import locate
@@ -109,6 +109,25 @@ def test_a_copy_under_another_step_s_name_is_never_taken_counted_or_removed(
     with pytest.raises(CheckpointError, match="but none that is whole"):
         find_checkpoint(run)
     assert find_checkpoint(root / "step_0000100") == locate(root / "step_0000100"), "it was named"
+
+
+def test_a_manifest_that_a_store_shows_later_than_its_folder_is_looked_for_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run / "checkpoints"
+    (root / "step_0000006" / MANIFEST_FILE).rename(root / "late")
+    (root / "step_0000005" / MANIFEST_FILE).unlink()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            (root / "late").rename(root / "step_0000006" / MANIFEST_FILE)
+
+    found = [manifest.step for _, manifest in sound_checkpoints(locate(root), sleep)]
+    assert found == [6, 4, 3, 2, 1] and slept == [0.25] * 4
+    said = capsys.readouterr().err
+    assert "step_0000006 was seen 0.5 s later than the folder" in said and "step_0000005 skipped" in said
 
 
 def _make_newer(run: Path, step: int) -> None:
