@@ -41,7 +41,8 @@ def stop_variables(
 def warning_times(env: Mapping[str, str], run_dir: Path) -> dict[str, float]:
     """In which cases a job is warned, and how many seconds before its end."""
     times = {}
-    asked = ((read_json(run_dir / REQUEST_FILE) or {}).get("slurm") or {}).get("signal", "")
+    flags = (read_json(run_dir / REQUEST_FILE) or {}).get("slurm")
+    asked = str(flags.get("signal")) if isinstance(flags, dict) else ""
     if (match := _SIGNAL_FLAG.fullmatch(asked)) is not None:
         times[f"--signal={asked}"] = float(match[1])
     partition = env.get("SLURM_JOB_PARTITION")
