@@ -57,13 +57,12 @@ def convert(
     if into.entry() is not None:
         raise ConfigError(f"{into} exists; give a name that does not, or remove it first")
     _refuse_within(into, "a checkpoint", is_checkpoint)
-    if folder.is_folder():
-        _refuse_within(into, "the folder to convert", lambda above: _is_same(above, folder))
     chosen = DTYPES[dtype] if dtype else None
     of_hf: dict[str, Any] = {"--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes, "--ignore": ignore}
     if is_hf_folder(folder):
         given = {"--config": config, "--tokenizer": tokenizer, "--max-shard-size": max_shard_bytes, "--to": to}
         _refuse_without_effect(given, "from a Hugging Face folder")
+        _refuse_inside_source(into, folder)
         return import_hf(folder, into, chosen, ignore, progress)
     if is_foreign_dcp(folder) and not is_checkpoint(folder):
         _refuse_without_effect({**of_hf, "--to": to}, "from a checkpoint of torch")
@@ -71,8 +70,10 @@ def convert(
             raise ConfigError(
                 f"{source} is a checkpoint of torch, which does not say of which model: name it by --config"
             )
+        _refuse_inside_source(into, folder)
         return import_dcp(folder, into, chosen, read_model(source, config), progress)
     checkpoint = find_checkpoint(source)
+    _refuse_inside_source(into, folder)
     spec = read_model(checkpoint, config)
     if config is not None:
         _compare(checkpoint, spec)
@@ -107,6 +108,10 @@ def _refuse_within(target: Location, what: str, is_it: Callable[[Location], bool
         if above.is_folder() and is_it(above):
             raise ConfigError(f"{target} lies inside {what}, {above}; give a place outside of it")
         above = above.parent
+
+
+def _refuse_inside_source(target: Location, source: Location) -> None:
+    _refuse_within(target, "the folder to convert", lambda above: _is_same(above, source))
 
 
 def _is_same(one: Location, other: Location) -> bool:

@@ -400,6 +400,13 @@ def test_an_older_checkpoint_is_taken_where_the_newest_is_not_whole(tmp_path):
     newer = tmp_path / "run/checkpoints/step_0000009"
     shutil.copytree(tmp_path / "run/checkpoints/step_0000003", newer)
     (newer / MANIFEST_FILE).unlink()
+    with pytest.raises(ConfigError, match="x lies inside the folder to convert"):
+        convert(tmp_path / "run", tmp_path / "run/checkpoints/x")
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    config["model"] |= {"num_heads": 2, "num_kv_heads": 1}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(CheckpointError, match="num_heads is 4 there and 2 here"):
+        convert(tmp_path / "run", tmp_path / "hf", config=str(tmp_path / "other.yaml"))
     convert(tmp_path / "run", tmp_path / "hf")
     assert read_header(tmp_path / "hf" / SINGLE_FILE)
 
