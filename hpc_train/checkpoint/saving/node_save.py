@@ -56,13 +56,15 @@ class Target:
     num_nodes: int
 
 
-def look_for_trial(target: Target, name: str) -> None:
+def look_for_trial(target: Target, name: str, is_wanted: Callable[[], bool]) -> None:
     """See that this node's agent has the ranks' view of the store: that it finds a file which rank 0 has put there.
+
+    is_wanted: says no when the ranks have gone, and taken the file along.
 
     Raises:
         CheckpointError: it does not.
     """
-    wait_for_file(target.root / name)
+    wait_for_file(target.root / name, is_wanted=is_wanted)
 
 
 def write_node(target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log) -> list[WrittenBox]:

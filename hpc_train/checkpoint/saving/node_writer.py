@@ -363,7 +363,7 @@ class Session:
         welcome: dict[str, Any] = {"ok": True}
         try:
             if self._trial is not None:
-                node_save.look_for_trial(self._target, self._trial)
+                node_save.look_for_trial(self._target, self._trial, lambda: not self._is_closing)
         except BaseException as problem:  # as in `_run`
             welcome = {"error": node_save.describe(problem, self._target)}
         with self._changed:

@@ -18,14 +18,18 @@ def wait_for_folder(path: Location, patience_s: float = 30.0) -> None:
     _wait(path, path.is_folder, patience_s)
 
 
-def wait_for_file(path: Location, patience_s: float = 30.0) -> None:
-    """As `wait_for_folder`, for a file."""
-    _wait(path, path.is_file, patience_s)
+def wait_for_file(path: Location, patience_s: float = 30.0, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """As `wait_for_folder`, for a file; also raises once nobody wants to know any more."""
+    _wait(path, path.is_file, patience_s, is_wanted)
 
 
-def _wait(path: Location, is_there: Callable[[], bool], patience_s: float) -> None:
+def _wait(
+    path: Location, is_there: Callable[[], bool], patience_s: float, is_wanted: Callable[[], bool] = lambda: True
+) -> None:
     deadline = time.monotonic() + patience_s
     while not is_there():
+        if not is_wanted():
+            raise CheckpointError(f"{path} was not visible here yet when those who made it had gone")
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{path}, made by rank 0, is not visible here after {patience_s:.0f} s; checkpoints must be on "

@@ -459,7 +459,7 @@ def test_the_copies_of_all_ranks_of_a_node_must_fit_into_its_memory(
 def test_agents_that_look_at_another_store_than_the_ranks_are_done_without(
     tmp_path: Path, monkeypatch: Patch, said: list[str]
 ) -> None:
-    def look(target: Any, name: str) -> None:
+    def look(target: Any, name: str, is_wanted: Any) -> None:
         assert (target.root / name).is_file(), "rank 0 has put it there"
         if target.node_rank == 1:
             raise CheckpointError("not visible here")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -361,11 +362,20 @@ def test_an_agent_that_does_not_see_what_rank_0_put_into_the_store_is_not_used(
     agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks in a container may see another disk under the same path than the agent outside of it."""
-    monkeypatch.setattr(node_save, "wait_for_file", lambda path: wait_for_file(path, patience_s=0.1))
+    monkeypatch.setattr(node_save, "wait_for_file", partial(wait_for_file, patience_s=0.1))
     hidden = NodeRank(agent, tmp_path, 0, 1, session="0a", trial=".trial.tmp-0a")
     assert f"{tmp_path}/.trial.tmp-0a, made by rank 0, is not visible here" in hidden.opened["error"]
     (tmp_path / ".trial.tmp-0b").write_text("")
     assert NodeRank(agent, tmp_path, 0, 1, session="0b", trial=".trial.tmp-0b").opened == {"ok": True}
+
+
+def test_an_agent_does_not_go_on_looking_for_what_ranks_that_have_gone_took_along(tmp_path: Path) -> None:
+    """Else it ends half a minute after them."""
+    said: list[str] = []
+    target = {"root": str(tmp_path), "keep": 0, "bytes_per_s": None, "note_dir": None, "attempt": "first"}
+    message = {"target": target, "trial": ".gone", "finish_s": 5.0, "count": 1, "node_rank": 0, "num_nodes": 1}
+    node_writer.Session("0a", message, said.append, None).close()
+    assert said == []
 
 
 def test_a_last_save_lifts_the_rate_of_the_one_before_and_has_none(agent: ServedAgent, tmp_path: Path) -> None:
