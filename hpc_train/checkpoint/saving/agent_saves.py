@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -22,6 +21,16 @@ from hpc_train.checkpoint.folders.attempt import attempt_of
 from hpc_train.checkpoint.format.placed import PlacedBox
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.format.torch_index import index_bytes
+from hpc_train.checkpoint.saving.pending_save import (
+    PATIENCE_S,
+    PendingSave,
+    poll,
+    problem_of,
+    progress_of,
+    raise_where_gone,
+    raise_where_stuck,
+    says_committed,
+)
 from hpc_train.checkpoint.saving.snapshot import Snapshot, snapshot_bytes
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import AgentConnection, AgentGone
@@ -32,15 +41,10 @@ from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 
-_PATIENCE_S = 10.0
-"""For an agent to come up; assumed: it was started with the ranks, and they have taken a step since."""
 _OPEN_S = 180.0
 """For an agent to map the memory and to see the store; assumed: that answers within its own patience, 120 s."""
 _FOLDER_S = 60.0
 """For an agent to make a folder on its node's disk; assumed: a node that swaps."""
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.005, 0.5, 0.005
-"""Between questions whether a save is done: a share of the time that it has taken so far (assumed: by so much, twice,
-the end of a save is noticed late)."""
 
 
 class SaveFailed(CheckpointError):
@@ -105,7 +109,7 @@ class AgentSaves:
         self._root, self._speak = target.root, warn if world.local_rank == 0 else None
         self._session = str(world.control.broadcast(secrets.token_hex(4) if world.rank == 0 else None))
         self._num_begun = 0
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
         self._connection: AgentConnection | None = None
         self._gone: str | None = None
         self._lost_step: int | None = None
@@ -174,7 +178,7 @@ class AgentSaves:
             message["copy"] = self._copies.order()
         # An agent that has ended is noticed by all together, at the next save.
         self._ask({**message, "values": values} if self._world.rank == 0 else message)
-        self._pending = _Pending(token, step, time.perf_counter() - begin, is_for_store)
+        self._pending = PendingSave(token, step, time.perf_counter() - begin, is_for_store)
         if self._world.rank == 0 and is_for_store:
             self._pending.listen(self._agent, self._session, self._limits.silence_s)
             say(f"step {step} is copied in {self._pending.copy_s:.2f} s; the node agents write it")
@@ -213,34 +217,34 @@ class AgentSaves:
                 self._settle_store(pending)
             else:
                 # Until agents copy it, which the next save may stop. Of one that has ended all hear at that save.
-                _raise_where_stuck(self._world.control.all_gather(self._outcome(pending, commit=True)))
+                raise_where_stuck(self._world.control.all_gather(self._outcome(pending, commit=True)))
         finally:
             self._pending = None
 
-    def _settle_store(self, pending: _Pending) -> None:
+    def _settle_store(self, pending: PendingSave) -> None:
         answers = self._hear_all(self._outcome(pending, commit=False), pending.step)
-        _raise_where_stuck(answers)
-        problem = next(filter(None, map(_problem, answers)), None)
+        raise_where_stuck(answers)
+        problem = next(filter(None, map(problem_of, answers)), None)
         if problem is not None:
             self._abandon(pending, problem)
         last = self._outcome(pending, commit=True) if self._world.rank == 0 else None
         last = self._world.control.broadcast(last)
-        _raise_where_stuck([last or {}])
-        if _is_committed(last):
+        raise_where_stuck([last or {}])
+        if says_committed(last):
             self._tell(pending, last)
             return  # an agent that has ended since is noticed at the next save
         if not pending.is_raised and any("gone" in answer for answer in [*answers, last]):
             self._lost_step = pending.step
-        _raise_where_gone([*answers, last])
+        raise_where_gone([*answers, last])
         if not pending.is_raised:
-            raise SaveFailed(pending.step, problem or str(_problem(last)))
+            raise SaveFailed(pending.step, problem or str(problem_of(last)))
 
     def look(self) -> SaveFailed | None:
         """On rank 0: report what has become of the last save as soon as it is known. Not collective, never waits."""
         pending = self._pending
         if pending is None or pending.is_told or (answer := pending.heard()) is None:
             return None
-        if _is_committed(answer):
+        if says_committed(answer):
             self._tell(pending, answer)
             return None
         if "failed" not in answer:
@@ -256,7 +260,7 @@ class AgentSaves:
             self._snapshot.close()
 
     def _connect(self) -> None:
-        self._connection = AgentConnection.open_patiently(*self._agent, _PATIENCE_S)
+        self._connection = AgentConnection.open_patiently(*self._agent, PATIENCE_S)
 
     def _take_memory(self, pieces: Sequence[StatePiece]) -> None:
         self._snapshot = Snapshot(pieces, self._world.rank)
@@ -358,7 +362,7 @@ class AgentSaves:
             self._abandon(pending, failed[0] if failed else "the agent of another node has ended")
         if is_gone:
             self._see_end(pending)
-            _raise_where_gone(answers)
+            raise_where_gone(answers)
         if is_news:
             assert pending is not None
             # It is no longer written soon, and not yet everywhere: the next save waits for that as for any other.
@@ -373,10 +377,10 @@ class AgentSaves:
             say(f"step {step}: the save of step {busy['step']} is not done, {so_far}: {action}")
         return None
 
-    def _see_end(self, pending: _Pending | None) -> None:
+    def _see_end(self, pending: PendingSave | None) -> None:
         """Wait until no agent that lives writes or commits any more: the ranks may use the same folder then."""
         last = {} if pending is None else self._outcome(pending, commit=True)
-        is_committed, *_ = self._world.control.all_gather(_is_committed(last))  # rank 0's agent commits
+        is_committed, *_ = self._world.control.all_gather(says_committed(last))  # rank 0's agent commits
         if pending is None or not pending.is_for_store:
             return
         if is_committed:
@@ -384,7 +388,7 @@ class AgentSaves:
         elif not pending.is_raised:
             self._lost_step = pending.step
 
-    def _outcome(self, pending: _Pending, *, commit: bool) -> dict[str, Any]:
+    def _outcome(self, pending: PendingSave, *, commit: bool) -> dict[str, Any]:
         """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""
         if commit and pending.is_committed:
             return {"is_known": True, "failed": None, "seconds": 0.0}
@@ -393,9 +397,9 @@ class AgentSaves:
         def sticks(seconds: float) -> HpcTrainError:
             return CheckpointError(
                 f"the save of step {pending.step} does not get on: the node agent of {self._agent[1]} lives, but "
-                f"nothing has moved for {seconds:.0f} s{_so_far(answer)}, so {self._root} does not answer there. What "
-                "was saved before stands. Look at the file system; ranks wait for a store for launch.timeout_s, and "
-                "two minutes more"
+                f"nothing has moved for {seconds:.0f} s{progress_of(answer)}, so {self._root} does not answer there. "
+                "What was saved before stands. Look at the file system; ranks wait for a store for launch.timeout_s, "
+                "and two minutes more"
             )
 
         answer: dict[str, Any] = {}
@@ -405,11 +409,11 @@ class AgentSaves:
             nonlocal answer
             answer = self._ask(message)
             if not answer.get("is_known", True):
-                wait.look(True, answer.get("moved"), _so_far(answer))
+                wait.look(True, answer.get("moved"), progress_of(answer))
             return answer
 
         try:
-            return _poll(ask)
+            return poll(ask)
         except CheckpointError as problem:
             return {"stuck": str(problem)}
 
@@ -445,10 +449,10 @@ class AgentSaves:
                 self._gone = str(problem) if f"agent of {node}" in str(problem) else f"{problem} (on {node})"
         return {"gone": self._gone}
 
-    def _abandon(self, pending: _Pending, why: str) -> None:
+    def _abandon(self, pending: PendingSave, why: str) -> None:
         self._ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
 
-    def _tell(self, pending: _Pending, answer: Mapping[str, Any]) -> None:
+    def _tell(self, pending: PendingSave, answer: Mapping[str, Any]) -> None:
         pending.is_committed = True
         if self._world.rank == 0 and not pending.is_told:
             pending.is_told = True
@@ -475,92 +479,3 @@ class AgentSaves:
         except HpcTrainError:
             self.close()
             raise
-
-
-class _Pending:
-    """A save on its way; on rank 0 a thread hears what becomes of it.
-
-    is_for_store: as of `save`. copied_at: on the clock of time.perf_counter, as is wait_from: since when training waits
-    for it, if it does. is_told: somebody has been told of its end. is_committed: it is known to be. is_raised: its
-    failure was raised on every rank, and agents may still be about to end it.
-    """
-
-    def __init__(self, token: str, step: int, copy_s: float, is_for_store: bool) -> None:
-        self.token, self.step, self.copy_s, self.is_for_store = token, step, copy_s, is_for_store
-        self.copied_at = time.perf_counter()
-        self.wait_from: float | None = None
-        self._waited_s = 0.0
-        self.is_told = self.is_raised = self.is_committed = False
-        self._heard: dict[str, Any] | None = None
-
-    @property
-    def stall_s(self) -> float:
-        """How long training has waited for it, for its copy and later."""
-        waits_s = 0.0 if self.wait_from is None else time.perf_counter() - self.wait_from
-        return self.copy_s + self._waited_s + waits_s
-
-    def end_wait(self) -> None:
-        """Training goes on without it."""
-        self._waited_s, self.wait_from = self.stall_s - self.copy_s, None
-
-    def is_failed_by(self, token: str) -> bool:
-        """Whether a failure of that save is one of this one, and of the store."""
-        return self.is_for_store and token == self.token
-
-    def listen(self, agent: tuple[str, str], session: str, silence_s: float) -> None:
-        """Begin to wait for the agent's last word. silence_s: for each of its answers."""
-        message = {"say": "checkpoint.outcome", "session": session, "token": self.token, "commit": True}
-
-        def ask() -> None:
-            try:
-                with closing(AgentConnection.open_patiently(*agent, _PATIENCE_S)) as connection:
-                    self._heard = _poll(lambda: connection.ask(message, timeout_s=silence_s)[0])
-            except AgentGone as problem:
-                self._heard = {"gone": f"{problem} (on {agent[1]})"}
-
-        threading.Thread(target=ask, name=f"save of step {self.step}", daemon=True).start()
-
-    def heard(self) -> dict[str, Any] | None:
-        """The agent's last word, if it has come."""
-        return self._heard
-
-
-def _poll(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Ask for an outcome until it is known, or nobody answers."""
-    begin = time.monotonic()
-    while not (answer := ask()).get("is_known", True):
-        pause_s = _PAUSE_SHARE * (time.monotonic() - begin)
-        time.sleep(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
-    return answer
-
-
-def _is_committed(answer: Mapping[str, Any]) -> bool:
-    return "seconds" in answer and answer["failed"] is None
-
-
-def _problem(answer: Mapping[str, Any]) -> str | None:
-    """What went wrong by an agent's answer, or by its absence."""
-    found = answer.get("gone") or answer.get("failed")
-    return None if found is None else str(found)
-
-
-def _so_far(answer: Mapping[str, Any]) -> str:
-    """How far a save is, by its agent's answer."""
-    if "num_bytes" not in answer:
-        return ""
-    written, whole = (answer[name] / 2**20 for name in ("written_bytes", "num_bytes"))
-    return f" ({written:.1f} of {whole:.1f} MiB written)"
-
-
-def _raise_where_stuck(answers: Sequence[Mapping[str, Any]]) -> None:
-    stuck = next((answer["stuck"] for answer in answers if "stuck" in answer), None)
-    if stuck is not None:
-        error = CheckpointError(stuck)
-        error.reporter = 0
-        raise error
-
-
-def _raise_where_gone(answers: Sequence[Mapping[str, Any]]) -> None:
-    for answer in answers:
-        if "gone" in answer:
-            raise AgentGone(str(answer["gone"]))

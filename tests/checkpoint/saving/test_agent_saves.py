@@ -314,7 +314,7 @@ def test_a_save_is_reported_although_nobody_heard_how_long_it_took(tmp_path: Pat
     def deaf(pending: Any, agent: Any, session: str, silence_s: float) -> None:
         pending._heard = {"gone": "no node agent answers"}
 
-    monkeypatch.setattr(agent_saves._Pending, "listen", deaf)
+    monkeypatch.setattr(agent_saves.PendingSave, "listen", deaf)
 
     def train(rank: ThreadRank) -> list[float]:
         saver = rank.saver(tmp_path / "root", key)

@@ -18,7 +18,7 @@ import pytest
 from hpc_train.checkpoint.files import parts
 from hpc_train.checkpoint.folders import folder
 from hpc_train.checkpoint.folders.attempt import begin_attempt
-from hpc_train.checkpoint.saving import node_save, node_writer
+from hpc_train.checkpoint.saving import node_save, node_session, node_writer
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.stores import local_store
 from hpc_train.checkpoint.stores.location import Location, locate
@@ -225,7 +225,7 @@ class _DawdlingCondition(threading.Condition):
 
 def test_a_node_that_has_told_its_end_takes_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SimpleNamespace(Condition=_DawdlingCondition, Thread=threading.Thread)
-    monkeypatch.setattr(node_writer, "threading", slow)
+    monkeypatch.setattr(node_session, "threading", slow)
     with served([CheckpointService(lambda text: None)]) as agent:
         other = NodeRank(agent, tmp_path, 1, 2, count=1, node_rank=1, num_nodes=2)
         _begin([other], "0a1", 7)
@@ -374,7 +374,7 @@ def test_an_agent_does_not_go_on_looking_for_what_ranks_that_have_gone_took_alon
     said: list[str] = []
     target = {"root": str(tmp_path), "keep": 0, "bytes_per_s": None, "note_dir": None, "attempt": "first"}
     message = {"target": target, "trial": ".gone", "finish_s": 5.0, "count": 1, "node_rank": 0, "num_nodes": 1}
-    node_writer.Session("0a", message, said.append, None).close()
+    node_session.Session("0a", message, said.append, None).close()
     assert said == []
 
 

@@ -206,7 +206,7 @@ def test_a_save_that_fails_beside_the_training_is_told_at_once_and_raised_alike_
 def _open_without(me: TestRank, root: str, key: str | None, writer: str, what: str) -> tuple[Any, list[str]]:
     if what == "memory" and me.rank == 1:
         snapshot.Segment.create = _no_memory  # type: ignore[method-assign]
-    agent_saves._PATIENCE_S = 0.2
+    agent_saves.PATIENCE_S = 0.2
     rank = _Rank(me, root, key, writer=writer)
     try:
         return rank.save(1), rank.said
