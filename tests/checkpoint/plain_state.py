@@ -38,7 +38,7 @@ def load(me: TestRank, place: Place, num_elements: int) -> int | None:
     loaded = load_newest(place, pieces, make_world(me))
     if loaded is None:
         return None
-    assert loaded.values == {"num_updates": loaded.step}
+    assert loaded.values["num_updates"] == loaded.step
     for piece, wanted in zip(pieces, state(me, loaded.step, num_elements), strict=True):
         assert torch.equal(piece.data, wanted.data), (loaded.step, piece.name)
     return loaded.step

@@ -116,6 +116,7 @@ def _save_until_killed(
     import torch
     import torch.distributed as dist
 
+    from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
     from hpc_train.checkpoint.saving.saver import Saver
     from hpc_train.config import CheckpointConfig
     from tests.worlds import make_world
@@ -136,5 +137,6 @@ def _save_until_killed(
         for step in range(first, first + 10_000):
             for piece, wanted in zip(state, plain_state.state(me, step, num_elements), strict=True):
                 piece.data.copy_(wanted.data)
-            saver.save(step, state, {"num_updates": step}, must_last=False)
+            # A step that an agent has committed as it died is saved again by the ranks, and takes its place.
+            saver.save(step, state, {"num_updates": step, ATTEMPT_VALUE: key}, must_last=False)
             marks.write(b".")
