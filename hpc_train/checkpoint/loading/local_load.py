@@ -30,6 +30,7 @@ from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.needs import plan_loading
 from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.cluster.agent_wait import words_meanwhile
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
@@ -120,7 +121,8 @@ def _claimed_parts(local: LocalFolder, world: World) -> tuple[list[PartRecord], 
     # Beside this thread: a disk that hangs must not hold up the start of all nodes.
     thread = threading.Thread(target=look, name="local parts", daemon=True)
     thread.start()
-    thread.join(_LOOK_S)
+    with words_meanwhile(warn, f"the parts on {world.node}'s own disk, at {local.path}"):
+        thread.join(_LOOK_S)
     hangs = f"{local.path} on {world.node} has not answered in {_LOOK_S:g} s: that disk hangs"
     return found[0] if found else ([], [hangs])
 
