@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cluster import agent_wait
 from hpc_train.cluster.agent_address import AgentGone, make_job_key
+from hpc_train.cluster.agent_wait import AgentLimits
+from hpc_train.data import feed as feed_module
+from hpc_train.data import node_reader
 from hpc_train.data.agent_batches import AgentAddress, ReadingPlace
 from hpc_train.data.batch_source import BatchSource, HeldoutPart, OwnBatches, Taken
 from hpc_train.data.feed import Feed, open_feed
@@ -220,3 +224,29 @@ def test_ending_does_not_wait_for_a_step_that_nobody_gives(prefix: str) -> None:
         assert time.monotonic() - begin < 5
         assert feed._ahead is not None
         assert isinstance(feed._ahead[1].exception(timeout=10), AgentGone)
+
+
+def test_a_step_that_is_waited_for_long_is_told_with_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.1)
+    source, said = Slow(), []
+    feed = Feed(source, last_step=1, tell=said.append)
+    threading.Timer(0.3, source.go.release).start()
+    assert list(feed.micro_batches(1)) == []
+    feed.close()
+    assert said and all("so far for the data of step 1, which a test reads" in line for line in said), said
+
+
+def test_files_that_hang_under_an_agent_that_lives_end_the_wait_with_its_node(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks wait for this one in a collective, whose time-out would name nobody."""
+    monkeypatch.setattr(node_reader.Session, "step", lambda session, peer, number: None)
+    data, train = configs([prefix])
+    limits = AgentLimits(silence_s=60.0, data_s=0.5, save_s=60.0)
+    with served([DataService(lambda line: None)]) as agent:
+        address = AgentAddress(agent.key, NODE, "s")
+        feed = open_feed(data, train, vocab_size=VOCAB, place=ONLY, agent=address, limits=limits)
+        with pytest.raises(DataError, match=rf"node agent of {NODE} has not come to the data of step 1 in \d+ s"):
+            list(feed.micro_batches(1))
+        feed.close()
