@@ -131,10 +131,12 @@ def _measure(me: TestRank, rounds: int, num_sequences: int, micro_batch_size: in
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
+            peers[name].step(batches)  # so that the timed steps begin as they end: with what a step before has begun
             start = time.perf_counter()
             for _ in range(STEPS_A_ROUND):
                 peers[name].step(batches)
             seconds[name].append((time.perf_counter() - start) / STEPS_A_ROUND)
+            peers[name].finish()
     memory = {name: peer.optimizer_bytes() for name, peer in peers.items()}
     return {"seconds": seconds, "optimizer_bytes": memory, "first_loss": losses}
 

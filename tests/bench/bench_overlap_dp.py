@@ -71,11 +71,7 @@ def _trainer(me: TestRank, args: Mapping[str, Any], *, overlap: bool, early: boo
     return make_trainer(me, config)
 
 
-def _ours(
-    me: TestRank, args: Mapping[str, Any], norms: list[float], *, overlap: bool, early: bool = False
-) -> Callable[[list[Any]], float]:
-    trainer = _trainer(me, args, overlap=overlap, early=early)
-
+def _step_of(trainer: Any, norms: list[float]) -> Callable[[list[Any]], float]:
     def step(batches: list[Any]) -> float:
         result = trainer.step(1, batches, 1e-4)
         norms.append(result.grad_norm)
@@ -184,10 +180,13 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     norms: list[float] = []
+    ours = {
+        "early": _trainer(me, args, overlap=True, early=True),
+        "overlap": _trainer(me, args, overlap=True),
+        "no_overlap": _trainer(me, args, overlap=False),
+    }
     peers = {
-        "early": _ours(me, args, norms, overlap=True, early=True),
-        "overlap": _ours(me, args, norms, overlap=True),
-        "no_overlap": _ours(me, args, norms, overlap=False),
+        **{name: _step_of(trainer, norms) for name, trainer in ours.items()},
         "compute": _compute(me, args),
         "communication": _collectives(me, args),
         **{f"ddp_{size}": _ddp(me, args, size) for size in BUCKETS_MB},
@@ -200,10 +199,13 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
     for number in range(args["rounds"]):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
+            peers[name](batches)  # the timed steps begin as they end: with gathers under way
             start = time.perf_counter()
             for _ in range(args["steps_a_round"]):
                 peers[name](batches)
             seconds[name].append((time.perf_counter() - start) / args["steps_a_round"])
+            if name in ours:
+                ours[name].finish()  # else its gathers are on the line in the next one's time
     return {
         "seconds": seconds,
         "losses": losses,

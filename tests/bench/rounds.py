@@ -22,10 +22,14 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to train: a step over micro-batches that gives the mean loss (None on ranks that do not know it)."""
+    """One way to train: a step over micro-batches that gives the mean loss (None on ranks that do not know it).
+
+    finish: waits for what a step has begun for the next one.
+    """
 
     step: Callable[[list[Any]], float | None]
     optimizer_bytes: Callable[[], int] = lambda: 0
+    finish: Callable[[], None] = lambda: None
 
 
 def plain_model() -> Any:
@@ -51,6 +55,7 @@ def our_peer(trainer: Any) -> Peer:
     return Peer(
         lambda batches: trainer.step(next(steps), batches, 1e-4).loss,
         lambda: sum(moment.untyped_storage().nbytes() for moment in moments),
+        trainer.finish,
     )
 
 
@@ -103,11 +108,13 @@ def measure(peers: Mapping[str, Peer], batches: list[Any], rounds: int) -> dict[
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
+            peers[name].step(batches)  # so that the timed steps begin as they end: with what a step before has begun
             start, start_processor = time.perf_counter(), time.process_time()
             for _ in range(STEPS_A_ROUND):
                 peers[name].step(batches)
             seconds[name].append((time.perf_counter() - start) / STEPS_A_ROUND)
             processor[name].append((time.process_time() - start_processor) / STEPS_A_ROUND)
+            peers[name].finish()
     memory = {name: peer.optimizer_bytes() for name, peer in peers.items()}
     return {"seconds": seconds, "processor": processor, "first_losses": losses, "optimizer_bytes": memory}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_train.comm.control import Control, SingleControl
-from hpc_train.config import CheckpointConfig, HdpConfig, OptimizerConfig
+from hpc_train.config import CheckpointConfig, HdpConfig, LaunchConfig, OptimizerConfig
 from hpc_train.data.batch_source import HeldoutPart
 from hpc_train.train import loop
 from hpc_train.train.loop import Run
@@ -87,6 +87,7 @@ def fake_run(
         data=SimpleNamespace(seq_len=8),
         parallel=SimpleNamespace(hdp=HdpConfig(capacity_tokens=128) if heldout else None),
         checkpoint=CheckpointConfig(every=every),
+        launch=LaunchConfig(),
         optimizer=OptimizerConfig(lr=1.0),
         model=None,
     )
