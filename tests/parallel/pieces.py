@@ -27,7 +27,7 @@ from tests.train.trainers import TestBatch, make_config, make_trainer
 
 NUM_LAYERS = 3
 COSTS = BatchCosts(1, 24576, 5560, 3, 7)
-OFFLOAD_COSTS = BatchCosts(1, 24576, 5560, 3, 7, OffloadCosts(NUM_LAYERS, 40_000))
+OFFLOAD_COSTS = BatchCosts(1, 24576, 5560, 3, 7, OffloadCosts(NUM_LAYERS, 20_000))
 
 
 @dataclass(frozen=True)
