@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -43,6 +44,7 @@ from hpc_train.launch.file_errors import room_needed
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.rank_facts import rank_facts
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
+from hpc_train.launch.saved_last import stalled_starts
 from hpc_train.launch.site import Site, choose_launcher, with_options
 from hpc_train.launch.stage_env import stage_for_ranks
 from hpc_train.launch.stop_times import stop_signal_of, stop_variables
@@ -137,7 +139,8 @@ def _drive_claimed(
             start = _prepare(request, report, times, found, job, claim, attempt, job_log)
             outcome = record.decide_outcome(run_dir, run_ranks(start, job_log.say), stop_signal=start.stop_signal)
             if is_batch:
-                outcome = record.bound_by_progress(outcome, run_folder.num_stalled(run_dir, job_id), config.launch)
+                count = functools.partial(stalled_starts, run_dir, job_id, job_log.say)
+                outcome = record.bound_by_progress(outcome, count, config.launch)
     except Interrupted as interruption:
         reason = f"{interruption} before the ranks started"
         outcome = record.Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launch.first_failure import first_failure, keep_failure, left_with_reason, was_ended
 from hpc_train.launch.launcher_words import SLURM_ENDED_IT
 from hpc_train.launch.ranks import RanksEnd
-from hpc_train.launch.run_folder import newest_saved_step, read_attempts
+from hpc_train.launch.saved_last import last_saved
 from hpc_train.log import FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import OUTCOME_FILE, read_json, write_atomically
 
@@ -92,11 +92,14 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would; of a program that
     is not ours nothing is known of saves.
     """
-    newest = "" if any_code else f"; {last_saved(run_dir)}"
+
+    def newest() -> str:  # asked for behind the verdict, which it does not change
+        return "" if any_code else f"; {last_saved(run_dir)}"
+
     if end.stopped is not None:
         return Outcome("failed", int(ExitCode.LAUNCH), end.stopped, None)
     if end.forced is not None:
-        return Outcome("stopped", int(ExitCode.INTERNAL), f"{end.forced}{newest}", None)
+        return Outcome("stopped", int(ExitCode.INTERNAL), f"{end.forced}{newest()}", None)
     recorded = log.read_failure(run_dir)
     is_swallowed = recorded is not None and kind_of(recorded) is FailureKind.OWN  # by a wrapper of launch.wrap
     written = read_json(run_dir / OUTCOME_FILE)
@@ -108,12 +111,12 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     if written is not None and "attempt" not in written:
         return _as_written(written)  # rank 0's: all had saved by then, whatever ended them on their way out
     if end.code == ExitCode.REQUEUE and not any_code:
-        return Outcome("interrupted", int(ExitCode.REQUEUE), f"stopped by its ranks in good order{newest}", None)
+        return Outcome("interrupted", int(ExitCode.REQUEUE), f"stopped by its ranks in good order{newest()}", None)
     interruption = _interruption(end, stop_signal)
     is_error = left_with_reason(end) if failure is None else not was_ended(failure)
     if interruption is not None and not is_error:
         who = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
-        reason = f"{interruption}; the ranks ended before all had left in good order{who}{newest}"
+        reason = f"{interruption}; the ranks ended before all had left in good order{who}{newest()}"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     if failure is not None:
@@ -126,17 +129,7 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
             "or submit with more nodes, tasks or CPUs"
         )
         return Outcome("failed", int(ExitCode.LAUNCH), reason, None)
-    return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said + newest, None)
-
-
-def last_saved(run_dir: Path) -> str:
-    """What of a run is in its store when an attempt has ended, in words."""
-    step, attempts = newest_saved_step(run_dir), read_attempts(run_dir)
-    if step is None:
-        return "nothing was saved"
-    is_new = not attempts or attempts[-1].get("saved_step") != step
-    name = f"step_{step:07d}"
-    return f"{name} was saved last" if is_new else f"nothing was saved since the start, so {name} is still the newest"
+    return Outcome("failed", _own_code(end.code), _explain_code(end.code) + said + newest(), None)
 
 
 def _as_written(record: Mapping[str, Any]) -> Outcome:
@@ -165,13 +158,14 @@ def _interruption(end: RanksEnd, stop_signal: int | None) -> str | None:
     return next((line for line in end.said if SLURM_ENDED_IT.search(line)), None)
 
 
-def bound_by_progress(outcome: Outcome, stalled: int, config: LaunchConfig) -> Outcome:
+def bound_by_progress(outcome: Outcome, count_stalled: Callable[[], int], config: LaunchConfig) -> Outcome:
     """The same outcome, or that the run is not to be started again, where so many starts saved nothing new.
 
-    stalled: starts in a row, this one included, that found the checkpoint that is still the newest.
+    count_stalled: starts in a row, this one included, that found the checkpoint that is still the newest; asked for
+    only where the run would be started again.
     """
     comes_back = {"interrupted": (ExitCode.REQUEUE,), "failed": (ExitCode.REQUEUE, ExitCode.INTERNAL), "never": ()}
-    if outcome.exit_code not in comes_back[config.requeue] or stalled < config.max_stalled:
+    if outcome.exit_code not in comes_back[config.requeue] or (stalled := count_stalled()) < config.max_stalled:
         return outcome
     return no_progress(stalled, outcome.reason, outcome.failure)
 

@@ -3,22 +3,28 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from hpc_train.launch import record
+from hpc_train.config import LaunchConfig
+from hpc_train.launch import record, run_folder, saved_last
+from hpc_train.launch.children import terminations_raise
 from hpc_train.launch.ranks import RanksEnd
 from hpc_train.launch.record import (
     JobLog,
     Outcome,
+    bound_by_progress,
     decide_outcome,
     environment_text,
     failure_text,
-    last_saved,
     write_outcome,
 )
+from hpc_train.launch.run_folder import newest_saved_step
+from hpc_train.launch.saved_last import last_saved, stalled_starts
 from hpc_train.log import LineWriter
 from hpc_train.plan.run_files import CheckpointsNote, write_checkpoints_note
 
@@ -188,3 +194,41 @@ def test_what_was_saved_last_is_seen_in_another_folder_although_the_run_folder_w
     assert last_saved(tmp_path) == "step_0000004 was saved last"
     write_checkpoints_note(tmp_path, CheckpointsNote("hdfs://nn1/user/me/runs/a/1", 2))
     assert last_saved(tmp_path) == "step_0000002 was saved last"
+
+
+@pytest.mark.parametrize("store", ["fails", "hangs", "is interrupted", "has a torn note"])
+def test_a_store_that_does_not_say_what_was_saved_changes_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    release = threading.Event()
+
+    def look(run_dir: Path) -> int | None:
+        if store == "fails":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if store == "has a torn note":
+            return newest_saved_step(run_dir)
+        if store == "is interrupted":
+            os.kill(os.getpid(), signal.SIGHUP)
+        release.wait()
+        return None
+
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/elsewhere.json").write_text("{")
+    monkeypatch.setattr(saved_last, "newest_saved_step", look)
+    monkeypatch.setattr(run_folder, "newest_saved_step", look)
+    monkeypatch.setattr(saved_last, "_PATIENCE_S", 60.0 if store == "is interrupted" else 0.1)
+    lines: list[str] = []
+    with terminations_raise():
+        decided = decide_outcome(tmp_path, RanksEnd(10), stop_signal=12)
+        assert decide_outcome(tmp_path, RanksEnd(0)).reason == "all ranks ended well"
+        bound = bound_by_progress(decided, lambda: stalled_starts(tmp_path, "7", lines.append), LaunchConfig())
+    release.set()
+    assert (decided.outcome, decided.exit_code) == ("interrupted", 10) and bound == decided
+    words = {
+        "fails": "Stale file handle",
+        "hangs": "did not answer for 0.1 s",
+        "is interrupted": "got SIGHUP while",
+        "has a torn note": "elsewhere.json, which says where the run's checkpoints are, cannot be read",
+    }[store]
+    assert "; what was saved last is not known: " in decided.reason and words in decided.reason
+    assert len(lines) == 1 and "saved nothing new is not known: " in lines[0] and words in lines[0]
