@@ -67,21 +67,28 @@ def temporary_folder(root: Location, step: int, token: str) -> Location:
     return root / f".{step_folder(step)}.tmp-{token}"
 
 
-def commit(temporary: Location, root: Location, step: int, tell: Callable[[str], None] = warn) -> Location:
+def commit(
+    temporary: Location,
+    root: Location,
+    step: int,
+    tell: Callable[[str], None] = warn,
+    check: Callable[[], None] = lambda: None,
+) -> Location:
     """Make a fully written folder a checkpoint. Files must be durable; the folder itself is flushed here.
 
-    What has its name already keeps its content under another one, unless this start of the run has saved it.
+    What has its name already keeps its content under another one, unless this start of the run has saved it. Where the
+    new one does not come after all, what was there has its name again.
 
     tell: gets a line for what was found there, and for what goes wrong behind the rename, which the checkpoint does not
-    need.
+    need. check: may raise, as the last thing before names change; flushing may have taken long.
     """
     final = root / step_folder(step)
     temporary.flush()
-    doomed = _make_way(final, temporary, tell) if final.entry() is not None else None
-    temporary.rename(final)
-    if doomed is not None:
-        with suppress(StoreError, OSError):
-            doomed.remove()
+    check()
+    if final.entry() is None:
+        temporary.rename(final)
+    else:
+        _take_name(temporary, final, tell)
     try:
         root.flush()
         write_latest(root, final.name)
@@ -90,30 +97,52 @@ def commit(temporary: Location, root: Location, step: int, tell: Callable[[str],
     return final
 
 
-def _make_way(final: Location, temporary: Location, tell: Callable[[str], None]) -> Location | None:
-    """Free the name of a checkpoint; what is to be removed when it has it, if anything is."""
-    if _is_of_one_start(final, temporary):
-        doomed = final.parent / _temporary_name(final.name)
-        final.rename(doomed)
-        return doomed
+def _take_name(temporary: Location, final: Location, tell: Callable[[str], None]) -> None:
+    """Give a checkpoint the name that something else has.
+
+    That is set aside until the new one stands, under a name that no save removes, whatever ends this in between.
+    """
+    is_twice = _is_of_one_start(final, temporary)
+    aside = _name_aside(final)
+    final.rename(aside)
+    try:
+        temporary.rename(final)
+    except BaseException:
+        try:
+            aside.rename(final)
+        except (StoreError, OSError) as problem:
+            tell(f"what was {final} is kept as {aside.name}; it could not be named back: {problem}")
+        raise
+    if is_twice:
+        with suppress(StoreError, OSError):
+            doomed = final.parent / _temporary_name(final.name)
+            aside.rename(doomed)
+            doomed.remove()
+    else:
+        tell(
+            f"{final} was there already, and not saved by this start of the run: it is kept as {aside.name}. Look at "
+            "it, and remove it by hand"
+        )
+
+
+def _name_aside(final: Location) -> Location:
     taken = {entry.name for entry in final.parent.entries()}
     first = f"{final.name}.set-aside"
     names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    aside = final.parent / next(name for name in names if name not in taken)
-    final.rename(aside)
-    tell(
-        f"{final} was there already, and not saved by this start of the run: it is kept as {aside.name}. Look at it, "
-        "and remove it by hand"
-    )
-    return None
+    return final.parent / next(name for name in names if name not in taken)
 
 
 def _is_of_one_start(final: Location, temporary: Location) -> bool:
-    """Whether a start of the run has saved a step twice, as after an agent that ended behind its commit."""
+    """Whether a start of the run has saved a step twice, as after an agent that ended behind its commit.
+
+    Raises:
+        CheckpointError: the temporary one is not whole, so that there is nothing to make way for.
+    """
+    here = read_manifest(temporary)
     if not final.is_folder():
         return False
     try:
-        there, here = read_committed(final), read_manifest(temporary)
+        there = read_committed(final)
     except CheckpointError as error:
         if is_outage(error):
             raise

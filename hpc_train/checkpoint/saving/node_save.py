@@ -126,9 +126,12 @@ def commit(
             written += of_node
         (folder / _RECORDS).remove()
     finish(folder, step, written, values, index, log)
-    require_attempt(target.root, target.attempt)
-    flow.check()
-    folders.commit(folder, target.root, step, tell)
+
+    def check() -> None:
+        require_attempt(target.root, target.attempt)
+        flow.check()
+
+    folders.commit(folder, target.root, step, tell, check)
     if target.note_dir is not None:
         try:
             write_checkpoints_note(target.note_dir, CheckpointsNote(str(target.root), step))
