@@ -398,8 +398,8 @@ class AgentSaves:
             return CheckpointError(
                 f"the save of step {pending.step} does not get on: the node agent of {self._agent[1]} lives, but "
                 f"nothing has moved for {seconds:.0f} s{progress_of(answer)}, so {self._root} does not answer there. "
-                "What was saved before stands. Look at the file system; ranks wait for a store for launch.timeout_s, "
-                "and two minutes more"
+                "What was saved before stands. Look at the file system; one call of it may take launch.timeout_s and "
+                "two minutes"
             )
 
         answer: dict[str, Any] = {}

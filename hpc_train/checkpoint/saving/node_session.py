@@ -148,7 +148,9 @@ class Session:
         with self._changed:
             save = self._current(token)
             if not (save.is_done or (save.is_node_done and not message["commit"])):
-                moved = [save.flow.moved_at, len(save.taken), save.is_taken_up, save.is_node_done]
+                # The store's: also while older checkpoints are removed, before this one or in front of it.
+                moved_at = max(save.flow.moved_at, self._target.root.store.moved_at)
+                moved = [moved_at, len(save.taken), save.is_taken_up, save.is_node_done]
                 num_bytes = sum(part.num_bytes for part in self._parts.values())
                 so_far = {"written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
                 return {"is_known": False, "moved": moved, **so_far}

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +31,10 @@ _CAUSES = {
 _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _WRITE_OUT_BYTES = 16 << 20
 """Written before the disk is set to work on it (assumed: a disk's queue is full with it, and calls cost nothing)."""
-_SYNC_FILE_RANGE_WRITE = 2
-"""cited: sync_file_range(2). Start writing out what is dirty, without waiting for it."""
+_BEGIN, _TO_THE_END = 2, 1 | 2 | 4
+"""cited: sync_file_range(2). Start writing out what is dirty, without waiting for it; and wait for all of it."""
+_CANNOT_WRITE_OUT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE, errno.EPERM)
+"""Where a file system has no such call, or a container does not let it through (assumed)."""
 
 _OTHER = Cause("the file system refused", False, "Look at the system's words:")
 
@@ -63,17 +66,27 @@ class LocalBackend(Backend):
     def remove(self, path: str) -> None:
         try:
             if os.path.isdir(path) and not os.path.islink(path):
+                self._remove_files(path)
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
         except FileNotFoundError:
             pass
 
+    def _remove_files(self, path: str) -> None:
+        """One by one, of which each is seen to get on: there may be thousands."""
+        with os.scandir(path) as folder:
+            names = [item.path for item in folder if not item.is_dir(follow_symlinks=False)]
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            self.moved()
+
     def open_read(self, path: str) -> BackendReader:
         return _LocalReader(path)
 
     def create(self, path: str) -> BackendWriter:
-        return _LocalWriter(path)
+        return _LocalWriter(path, self.moved)
 
     def flush_folder(self, path: str) -> None:
         flush_folder(Path(path))
@@ -108,20 +121,27 @@ class _LocalReader(BackendReader):
 class _LocalWriter(BackendWriter):
     """The disk works on a file while more of it comes: else all of it would wait in memory for the end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, moved: Callable[[], None] = lambda: None) -> None:
+        """moved: called for each part that the disk has, when the file is made durable."""
         self._file = open(path, "xb")  # noqa: SIM115 - open until close or abandon
+        self._moved = moved
         self._num_bytes = self._begun = 0
 
     def write(self, data: Buffer) -> None:
         self._file.write(data)
         self._num_bytes += len(data)
         if (count := self._num_bytes - self._begun) >= _WRITE_OUT_BYTES:
-            _begin_to_write_out(self._file.fileno(), self._begun, count)
+            _write_out(self._file.fileno(), self._begun, count, _BEGIN)
             self._begun = self._num_bytes
 
     def close(self) -> None:
         with self._file as file:
             file.flush()
+            # In parts, each of which is seen to be done: memory may hold what a slow disk needs many minutes for.
+            for start in range(0, self._num_bytes, _WRITE_OUT_BYTES):
+                if not _write_out(file.fileno(), start, _WRITE_OUT_BYTES, _TO_THE_END):
+                    break
+                self._moved()
             os.fsync(file.fileno())
 
     def abandon(self) -> None:
@@ -129,11 +149,21 @@ class _LocalWriter(BackendWriter):
             self._file.close()
 
 
-def _begin_to_write_out(descriptor: int, start: int, num_bytes: int) -> None:
-    """Have the kernel begin to write a range of a file to its disk; where it cannot, the file's end takes longer."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
+def _write_out(descriptor: int, start: int, num_bytes: int, flags: int) -> bool:
+    """Have the kernel write a range of a file to its disk; false where it cannot, and the file's fsync does it alone.
+
+    Raises:
+        OSError: the disk has failed. It is told once, here or by fsync.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:
+        return False
+    if call(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), ctypes.c_uint(flags)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_WRITE_OUT:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def flush_folder(path: Path) -> None:

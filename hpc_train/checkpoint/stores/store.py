@@ -110,8 +110,14 @@ class BackendWriter(ABC):
 class Backend(ABC):
     """One file system, by absolute paths. Raises its own exceptions, and Python's for what is missing or there already.
 
-    Nobody but `Store` calls it.
+    Nobody but `Store` calls it. moved_at: when a part of a call that may take long was done last, as `Store` has it.
     """
+
+    moved_at = 0.0
+
+    def moved(self) -> None:
+        """A part of a call is done: who waits for it sees that it gets on."""
+        self.moved_at = time.monotonic()
 
     @abstractmethod
     def entry(self, path: str) -> Entry | None: ...
@@ -168,6 +174,15 @@ class Store:
         self._pid = 0
         self._inherited: list[Backend] = []
         self._said_at: float | None = None
+        self._moved_at = 0.0
+
+    @property
+    def moved_at(self) -> float:
+        """When something was written, read, renamed or removed last, on the clock of time.monotonic.
+
+        A look that finds what it found before is none of these: who waits for a file of another node does not get on.
+        """
+        return max(self._moved_at, 0.0 if self._backend is None else self._backend.moved_at)
 
     def url(self, path: str) -> str:
         return self.prefix + path
@@ -185,7 +200,7 @@ class Store:
         """With those above it; nothing happens where it is there."""
         what = "make the folder"
         try:
-            self._call(what, path, lambda backend: backend.make_folder(path))
+            self.call(what, path, lambda backend: backend.make_folder(path))
         except (FileNotFoundError, FileExistsError) as problem:  # nobody goes on from these here
             raise self.failure(what, path, problem, self.backend().cause(problem)) from problem
 
@@ -212,7 +227,7 @@ class Store:
                     f"{self.url(source)} was not renamed to {self.url(target)} as asked; is another run writing there?"
                 )
 
-        self._call("rename", source, call)
+        self.call("rename", source, call)
 
     def replace(self, source: str, target: str) -> None:
         """Put a file in the place of another."""
@@ -225,14 +240,14 @@ class Store:
             is_asked = True
             backend.replace(source, target)
 
-        self._call("replace", target, call)
+        self.call("replace", target, call)
 
     def remove(self, path: str) -> None:
         """Remove a file, or a folder and all in it; nothing happens where it is missing."""
-        self._call("remove", path, lambda backend: backend.remove(path))
+        self.call("remove", path, lambda backend: backend.remove(path))
 
     def flush_folder(self, path: str) -> None:
-        self._call("flush", path, lambda backend: backend.flush_folder(path))
+        self.call("flush", path, lambda backend: backend.flush_folder(path))
 
     def free_bytes(self, path: str) -> int | None:
         return self._call("ask for the space of", path, lambda backend: backend.free_bytes(path))
@@ -275,6 +290,9 @@ class Store:
 
     # For Reader and Writer below.
 
+    def moved(self) -> None:
+        self._moved_at = time.monotonic()
+
     def backend(self) -> Backend:
         """The connection of this process: one from before a fork hangs in the child, so it is left and never used."""
         if self._backend is None or self._pid != os.getpid():
@@ -305,7 +323,10 @@ class Store:
             warn(f"cannot {what} {self.url(path)} yet: {cause.text}; trying for up to {self._patience.total_s:.0f} s")
 
     def call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
-        return self._call(what, path, ask)
+        """As `_call`, for what is more than a look."""
+        value = self._call(what, path, ask)
+        self.moved()
+        return value
 
     def _call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
         """Ask, again and again where waiting may help, until it works or patience ends."""
@@ -382,5 +403,6 @@ class Writer:
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         try:
             call()
+            self._store.moved()
         except Exception as problem:
             raise self._store.failure(what, self._path, problem, self._store.backend().cause(problem)) from problem
