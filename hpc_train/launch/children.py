@@ -122,12 +122,12 @@ def descendants(root: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP."""
+    """Whether a process is stopped, as by SIGSTOP; not by a debugger, which lets it go on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return text.rpartition(")")[2].split()[0] in "Tt"
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 class Stopper:

@@ -31,6 +31,9 @@ SignalHandler = Callable[[int, FrameType | None], None]
 HOST_FILE = "hosts.txt"
 _AGENTS_END_S = 3.0
 """For agents that have nothing left to do; assumed: they end in milliseconds, and srun tells of it in a second."""
+_LOOK_S, _STOPPED_LOOKS = 0.05, 20
+"""Looks in a row, of a second, at an agent that is stopped: one that was suspended with all others, this process too,
+goes on by then (assumed). Looks and not time, which passes while this process does not run."""
 _MOST_FOLLOWED_NODES = 64
 """Above this only rank 0's node is followed, even where all output is wanted (assumed: 1 ms a look and file)."""
 
@@ -51,10 +54,14 @@ class SrunLauncher:
 
 @dataclass(frozen=True)
 class MpirunLauncher:
-    """How mpirun is called: its path and the options that this machine needs."""
+    """How mpirun is called: its path and the options that this machine needs.
+
+    is_open_mpi: it is known to be Open MPI's, whose words at the end of ranks are known.
+    """
 
     path: str
     options: tuple[str, ...]
+    is_open_mpi: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,8 @@ class RanksEnd:
 
     stopped: what `watch` saw. asked: the signal for which the ranks were asked to save and end. forced: the one for
     which they were ended at once. said: the last lines of srun's own standard error, which is not the ranks', and of
-    Slurm's daemons. bad_end: what the launcher said of the first tasks that ended badly. is_silent: mpirun ended with a
-    code of its own and without a word about any rank, as Open MPI's does when it gets TERM itself, and ends its ranks.
+    Slurm's daemons. bad_end: what the launcher said of the first tasks that ended badly. is_silent: Open MPI's mpirun
+    ended with a code of its own and without a word about any rank, as it does when it gets TERM itself, and ends them.
     """
 
     code: int
@@ -137,8 +144,14 @@ def run_ranks(
     if left:
         say(f"ended {left} processes that the ranks had left behind")
     said = words.said if is_srun else ()
-    is_silent = not is_srun and code == 1 and not words.has_mpirun_spoken
+    is_silent = ends_silently(start.launcher, code, words)
     return RanksEnd(code, stopper.reason, stopper.asked, stopper.forced, said, words.first_bad_end, is_silent)
+
+
+def ends_silently(launcher: SrunLauncher | MpirunLauncher, code: int, words: LauncherWords) -> bool:
+    """As of RanksEnd. What another MPI's mpirun says of ranks that end badly is not known: its silence says nothing."""
+    is_open_mpi = isinstance(launcher, MpirunLauncher) and launcher.is_open_mpi
+    return is_open_mpi and code == 1 and not words.has_mpirun_spoken
 
 
 def _after_terminal(terminal: DebugTerminal | None, handle: SignalHandler) -> SignalHandler:
@@ -221,10 +234,11 @@ def _end_agents(
         return
     assert agents.stdin is not None
     agents.stdin.close()
-    begin, is_said = time.monotonic(), False
+    begin, is_said, stopped_looks = time.monotonic(), False, 0
     while agents.poll() is None:
         waited_s = time.monotonic() - begin
-        if not is_srun and waited_s > _AGENTS_END_S and children.is_stopped(agents.pid):
+        stopped_looks = stopped_looks + 1 if not is_srun and children.is_stopped(agents.pid) else 0
+        if waited_s > _AGENTS_END_S and stopped_looks >= _STOPPED_LOOKS:
             say(f"the node agent, process {agents.pid}, is stopped and is ended; what it was writing is not saved")
             _end_at_once(agents, say, is_srun=is_srun)
             return
@@ -232,13 +246,13 @@ def _end_agents(
             say("the node agents did not end by themselves and are ended; what they were writing is not saved")
             _end_at_once(agents, say, is_srun=is_srun)
             return
-        if waited_s > _AGENTS_END_S and not is_said:
+        if waited_s > _AGENTS_END_S and not is_said and not stopped_looks:
             is_said = True
             say(
                 f"the ranks have ended, and the node agents write on: waiting for up to {finish_s:g} s "
                 "(checkpoint.finish_s); Ctrl-C ends that"
             )
-        time.sleep(0.05)
+        time.sleep(_LOOK_S)
 
 
 def _end_at_once(agents: subprocess.Popen[bytes], say: Callable[[str], None], *, is_srun: bool) -> None:

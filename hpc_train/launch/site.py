@@ -67,7 +67,8 @@ def choose_launcher(
         cpus = len(os.sched_getaffinity(0))
         more, options = mpirun_needs(path, ranks, cpus)
         reason = f"{path} with {library.reason}"
-        return Site(MpirunLauncher(path, options), {**defaults, **more}, max(1, cpus // ranks), reason)
+        launcher = MpirunLauncher(path, options, is_open_mpi=bool(options))
+        return Site(launcher, {**defaults, **more}, max(1, cpus // ranks), reason)
     plugin, why = _choose_plugin(library, mpi)
     if not is_wrapped:
         require_match(library, plugin)
@@ -151,7 +152,7 @@ def mpi_variables(env: Mapping[str, str], library: MpiLibrary, *, on_cpu: bool) 
 
 
 def mpirun_needs(path: str, ranks: int, cpus: int) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Variables and options for this mpirun; only Open MPI's needs any."""
+    """Variables and options for this mpirun; Open MPI's needs some options, any other none."""
     if "Open MPI" not in _output([path, "--version"]):
         return {}, ()
     # Ranks bind themselves; mpirun would put each on one core.

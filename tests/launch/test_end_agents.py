@@ -52,6 +52,17 @@ def test_an_agent_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     assert said == [f"the node agent, process {agents.pid}, is stopped and is ended; what it was writing is not saved"]
 
 
+def test_an_agent_that_goes_on_behind_its_driver_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of a job were suspended, and the driver looks first, when much time has passed for it."""
+    monkeypatch.setattr(ranks, "_AGENTS_END_S", -1.0)
+    states = [*[True] * (ranks._STOPPED_LOOKS - 1), False]
+    monkeypatch.setattr(children, "is_stopped", lambda pid: states.pop(0) if states else False)
+    said: list[str] = []
+    agents = children.start_child([sys.executable, "-c", "import time; time.sleep(2)"], {}, stdin=subprocess.PIPE)
+    ranks._end_agents(agents, 600.0, SimpleNamespace(forced=None), said.append, is_srun=False)  # type: ignore[arg-type]
+    assert agents.returncode == 0 and not any("is stopped" in line for line in said)
+
+
 _MPIRUN = """
 import subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])

@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.launch import ranks
 from hpc_train.launch.launcher_words import BadEnd, LauncherWords
+from hpc_train.launch.ranks import MpirunLauncher, SrunLauncher, ends_silently
 
 
 def heard(lines: Sequence[str], seconds: Sequence[float] = ()) -> LauncherWords:
@@ -96,3 +97,13 @@ def test_the_time_of_a_line_is_when_it_came_and_not_when_it_could_be_passed_on(m
     words = LauncherWords(lambda: now[-1])
     ranks._pass_on_errors(cast("subprocess.Popen[bytes]", SimpleNamespace(stderr=lines)), words)
     assert words.first_bad_end == BadEnd("srun", (2,), signal=9)
+
+
+def test_the_silence_of_an_mpirun_whose_words_are_not_known_says_nothing() -> None:
+    """Hydra's, of a rank that ended with 1 before it could record why: no interruption, to be started again."""
+    hydra = ["=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "=   EXIT CODE: 1"]
+    srun = SrunLauncher(1, "pmix", overlap=False, wait_s=0)
+    launchers = MpirunLauncher("mpirun", (), is_open_mpi=True), MpirunLauncher("mpirun", ()), srun
+    assert [ends_silently(launcher, 1, heard(hydra)) for launcher in launchers] == [True, False, False]
+    assert not ends_silently(launchers[0], 1, heard(["mpirun noticed that process rank 3 with PID 1"]))
+    assert not ends_silently(launchers[0], 137, heard([]))
