@@ -167,7 +167,7 @@ def train(run: Run) -> Stopped | None:
         run.trainer.finish()
         run.saver.finish()
         if run.skipped_steps == run.step:
-            raise _nothing_learnt(run, run.step, num_supervised)
+            raise _nothing_learnt(run, run.step, num_supervised if first_step == 1 else None)
     return None
 
 
@@ -363,11 +363,11 @@ def _is_due(step: int, every: int, last_step: int) -> bool:
     return (every > 0 and step % every == 0) or step == last_step
 
 
-def _nothing_learnt(run: Run, count: int, num_supervised: int) -> HpcTrainError:
-    """For all ranks to raise alike. num_supervised: tokens of all steps of this start."""
+def _nothing_learnt(run: Run, count: int, num_supervised: int | None) -> HpcTrainError:
+    """For all ranks to raise alike. num_supervised: tokens of these steps; None: not all were of this start."""
     last = "" if count == run.step else " The last checkpoint of use is from before."
     error: HpcTrainError
-    if num_supervised:
+    if num_supervised != 0:
         error = HpcTrainError(
             f"{count} steps in a row up to step {run.step} gave no finite loss and gradient norm, or no supervised "
             "token, and were skipped. Lower optimizer.lr, look at the data, or raise train.max_skipped_steps." + last

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.comm.control import Compared, SingleControl
 from hpc_train.data.batch_source import HeldoutPart
-from hpc_train.errors import DataError, LaunchError
+from hpc_train.errors import DataError, HpcTrainError, LaunchError
 from hpc_train.train import loop
 from tests.train.fake_runs import FakeRun, FakeTrainer, fake_run
 
@@ -83,3 +83,14 @@ def test_a_run_that_trains_on_nothing_ends_with_an_error_of_its_data(
         loop.train(fake.run)
     assert len(fake.records) == taken and caught.value.reporter == 0
     assert fake.saved == [(2, True)] * (steps == taken)
+
+
+def test_a_start_behind_the_last_step_does_not_say_why_the_one_before_skipped_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have had no finite numbers: what this start has not seen is not put down to the data."""
+    fake = fake_run(tmp_path, monkeypatch, steps=3)
+    fake.run.step = fake.run.skipped_steps = 3
+    with pytest.raises(HpcTrainError, match="no finite loss and gradient norm, or no supervised token") as caught:
+        loop.train(fake.run)
+    assert caught.value.exit_code == 1 and fake.records == []

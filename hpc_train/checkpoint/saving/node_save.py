@@ -140,9 +140,18 @@ def commit(
 
 
 def thin_out(target: Target, log: Log, is_enough: Callable[[], bool]) -> None:
-    """Remove the checkpoints that are not kept any more; raises nothing. is_enough: see `prune`."""
+    """Remove the checkpoints that are not kept any more, until another start of the run has begun; raises nothing.
+
+    is_enough: see `prune`.
+    """
+
+    def is_over() -> bool:
+        require_attempt(target.root, target.attempt)
+        return is_enough()
+
     try:
-        folders.prune(target.root, target.keep, log, is_enough)
+        require_attempt(target.root, target.attempt)
+        folders.prune(target.root, target.keep, log, is_over)
     except BaseException as problem:  # clients in Rust that panic raise what is no Exception
         log(f"checkpoint: old ones are left: {describe(problem, target)}")
 

@@ -84,9 +84,9 @@ class Session:
     def begin(self, token: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Whether the save before is done (`busy` tells how far it is) and whether it failed; and of its copies.
 
-        message: `step`; `hurry`: what is written from now on is bound by no rate; `is_for_store`, unless it is: a save
-        to the store does not wait for copies of the one before, also those not begun; `is_sure`: asked again, it goes
-        on, so that these copies are given up.
+        message: `step`; `hurry`: what is written from now on is bound by no rate, and waits for one removal of an older
+        one at most; `is_for_store`, unless it is: a save to the store does not wait for copies of the one before, also
+        those not begun; `is_sure`: asked again, it goes on, so that these copies are given up.
         """
         from hpc_train.checkpoint.files.write import Flow
 
@@ -100,6 +100,7 @@ class Session:
                 if not (save.can_make_way if is_for_store else save.is_free):
                     if hurry:
                         save.flow.hurry()
+                        save.is_urgent = True
                     num_bytes = sum(part.num_bytes for part in self._parts.values())
                     told = {"step": save.step, "written_bytes": save.flow.num_bytes, "num_bytes": num_bytes}
                     return {"busy": told, "failed": self._failed(save)}

@@ -95,7 +95,8 @@ class Saver:
         must_last: wait until it is committed, and never leave it out.
 
         Raises:
-            CheckpointError: it failed, or the one before did, unless checkpoint.on_error=continue.
+            CheckpointError: it failed, or the one before did, unless checkpoint.on_error=continue; or, whatever that
+                says, a save neither fails nor gets on.
         """
         self.open(pieces)
         try:

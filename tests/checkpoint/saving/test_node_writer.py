@@ -347,6 +347,29 @@ def test_an_agent_of_an_earlier_start_removes_nothing_of_the_next_one(agent: Ser
     assert not (tmp_path / "step_0000007").exists()
 
 
+def test_an_agent_that_has_committed_removes_no_older_ones_when_the_next_start_has_begun(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, remove = locate(tmp_path), folder.remove_checkpoint
+
+    def remove_last(path: Location) -> None:
+        remove(path)
+        begin_attempt(root, "second")
+
+    begin_attempt(root, "first")
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1, attempt="first")]
+    for step in (1, 2, 3, 4):
+        _begin([rank], f"0a{step}", step)
+        rank.take(f"0a{step}", step)
+        assert rank.wait(f"0a{step}", commit=True)["failed"] is None
+    monkeypatch.setattr(folder, "remove_checkpoint", remove_last)
+    target, said = node_save.Target(root, 1, None, None, "first", 0, 1), list[str]()
+    for _ in range(2):
+        node_save.thin_out(target, said.append, lambda: False)
+        assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_000000{step}" for step in (1, 2, 4)]
+    assert all("another start of the run" in line for line in said) and len(said) == 2
+
+
 def test_an_agent_of_an_earlier_start_commits_nothing(nodes: list[NodeRank], tmp_path: Path) -> None:
     begin_attempt(locate(tmp_path), "first")
     _begin(nodes, "0b1", 5)
@@ -393,9 +416,9 @@ def test_a_last_save_lifts_the_rate_of_the_one_before_and_has_none(agent: Served
     check_step(tmp_path, 8, 2)
 
 
-@pytest.mark.parametrize("hurry", [True, False])
+@pytest.mark.parametrize("hurry", ["from the start", "when it waits", "never"])
 def test_a_save_in_a_hurry_waits_for_one_removal_and_not_for_all(
-    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurry: bool
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurry: str
 ) -> None:
     def save(rank: NodeRank, step: int) -> None:
         rank.take(f"0a{step}", step)
@@ -416,11 +439,14 @@ def test_a_save_in_a_hurry_waits_for_one_removal_and_not_for_all(
     rank = NodeRank(agent, tmp_path, 0, 1, session="now", keep=1)
     _begin([rank], "0a7", 7)
     save(rank, 7)
-    assert rank.begin("0a8", 8, hurry=hurry)["busy"] is None
+    assert rank.begin("0a8", 8, hurry=hurry == "from the start")["busy"] is None
+    rank.take("0a8", 8)
+    if hurry == "when it waits":
+        assert rank.begin("0a9", 9, hurry=True)["busy"]["step"] == 8
     is_begun.set()
-    save(rank, 8)
+    assert rank.wait("0a8", commit=True)["failed"] is None
     _eventually(lambda: len(removed) == 3)
-    if hurry:
+    if hurry != "never":
         assert removed == [("step_0000006", False), ("step_0000007", True), ("step_0000005", True)]
     else:
         assert removed == [("step_0000006", False), ("step_0000005", False), ("step_0000007", True)]
