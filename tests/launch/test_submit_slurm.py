@@ -53,7 +53,7 @@ def test_a_submitted_run_trains_over_two_nodes_and_is_followed_to_its_end(slurm:
     status = hpc_train(slurm, "status", folder.name, "--json")
     assert json.loads(status.stdout)[0] | {"run_dir": "", "note": ""} == {
         "run_dir": "", "name": "little", "job_id": folder.name, "state": "done", "attempt": 1, "step": 4,
-        "loss": json.loads(status.stdout)[0]["loss"], "tokens_per_s": None, "exit_code": 0, "note": "",
+        "loss": json.loads(status.stdout)[0]["loss"], "tokens_per_s": None, "exit_code": 0, "note": "", "damaged": [],
     }  # fmt: skip
 
 
