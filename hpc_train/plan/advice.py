@@ -20,6 +20,8 @@ _MOST_TRIED = 40
 """Changes that are tried for one refusal (assumed: a check takes milliseconds, and nobody waits for advice)."""
 _MOST_STEPS = 3
 """Refusals in a row that changes may mend together."""
+_GPU_MEMORY_BYTES = 80_000_000_000
+"""What advice has to fit in where fabric.gpu_memory_bytes does not say it (assumed: that for which the recipes are)."""
 
 
 def checked(config: Config, allocation: Allocation, check: Check[T], further_nodes: Sequence[str] | None = None) -> T:
@@ -86,16 +88,37 @@ def _told(
     check: Check[Any],
     further_nodes: Sequence[str] | None,
 ) -> str:
-    """The refusal with the changes that pass, those of fewest steps first; or with why the likeliest does not."""
+    """The refusal with the changes that pass; or with why the likeliest does not, and what else may help."""
+    passing, first_refusal = _found(refused, config, allocation, check, further_nodes)
+    if passing:
+        return f"{refused.problem} Use {listed(passing)}."
+    if first_refusal:
+        reason = f"No change near by was found that all checks accept: {first_refusal.removesuffix('.')}."
+        return f"{refused.problem} {reason} {refused.otherwise}".rstrip()
+    return str(refused)
+
+
+def _found(
+    refused: SizesError,
+    config: Config,
+    allocation: Allocation,
+    check: Check[Any],
+    further_nodes: Sequence[str] | None,
+) -> tuple[list[Change], str]:
+    """The changes that pass, those of fewest steps and of ranks alone first; and the first refusal of one.
+
+    Many meshes fill the ranks and hold no large model, which are left out. Where all are, who asks has larger GPUs.
+    """
     changes = refused.found[0] if isinstance(refused, CostlySizesError) else refused.changes
     waiting = deque((change, 1) for change in changes)
     passing: list[Change] = []
+    too_large: list[Change] = []
     first_refusal, tried = "", 0
-    while waiting and tried < _MOST_TRIED and len(passing) < MOST_TOLD:
+    while waiting and tried < _MOST_TRIED and len(passing) + len(too_large) < MOST_TOLD:
         change, steps = waiting.popleft()
         change = whole_change(config, change, change.num_ranks or allocation.num_tasks)
         is_nothing = not change.settings and change.num_ranks in (None, allocation.num_tasks)
-        if is_nothing or any(found.is_within(change) for found in passing):
+        if is_nothing or any(found.is_within(change) for found in passing + too_large):
             continue
         changed = with_change(config, change)
         resized = allocation if change.num_ranks is None else _resized(allocation, change.num_ranks, further_nodes)
@@ -104,19 +127,30 @@ def _told(
         tried += 1
         try:
             check(changed, resized)
-            passing.append(change)
+            (passing if _has_memory(changed, resized, check) else too_large).append(change)
         except SizesError as further:
             first_refusal = first_refusal or f"with {change} {further.problem}"
             if steps < _MOST_STEPS:
-                both = (change.with_further(other) for other in further.changes)
-                waiting.extend((found, steps + 1) for found in both if found is not None)
+                for other in further.changes:
+                    if (both := change.with_further(other)) is not None:
+                        # More ranks for the mesh that was asked for come before other meshes of more ranks.
+                        (waiting.append if both.settings else waiting.appendleft)((both, steps + 1))
         except HpcTrainError as problem:
             first_refusal = first_refusal or f"with {change} {problem}"
-    if passing:
-        return f"{refused.problem} Use {listed(passing)}."
-    if first_refusal:
-        return f"{refused.problem} No change near by was found that all checks accept: {first_refusal}"
-    return refused.problem if changes else str(refused)
+    return passing or too_large, first_refusal
+
+
+def _has_memory(config: Config, allocation: Allocation, check: Check[Any]) -> bool:
+    """Whether what a check accepts fits into a GPU of which the configuration says nothing."""
+    if config.fabric.gpu_memory_bytes is not None:
+        return True
+    limited = with_change(config, Change({"fabric.gpu_memory_bytes": _GPU_MEMORY_BYTES}))
+    assert limited is not None
+    try:
+        check(limited, allocation)
+    except HpcTrainError:
+        return False
+    return True
 
 
 def _resized(allocation: Allocation, num_ranks: int, further_nodes: Sequence[str] | None) -> Allocation | None:

@@ -21,8 +21,8 @@ TICK_S = 1e-14
 Slower machines have longer ticks (`batch_problem.finest_costs`).
 """
 
-_LOOKED_AT = 1 << 16
-"""Lengths at a time (assumed: few enough for the memory)."""
+_LOOKED_AT = 1 << 12
+"""Lengths at a time where they are looked at one by one (assumed)."""
 
 Integers = NDArray[np.int64]
 
@@ -209,6 +209,14 @@ def _hides(lengths: Integers, sizes: Integers, capacity: int, costs: BatchCosts)
     return offload_needed_milli(lengths, sizes, capacity, costs) <= offload_hidden_milli(lengths, sizes, costs)
 
 
+def _hides_all(first: int, last: int, size: int, capacity: int, costs: BatchCosts) -> bool:
+    """Whether it is certain for all lengths from first to last: the most to leave hides behind the least compute."""
+    needed = int(offload_needed_milli(np.array([last]), size, capacity, costs)[0])
+    assert costs.offload is not None
+    copying = max(1, costs.offload.copy_per_token * int(tokens_per_rank(last, size)))
+    return needed <= min(MILLI, costs.compute(first**2, first, size) * MILLI // copying)
+
+
 def longest_held(classes: Sequence[tuple[int, int]], costs: BatchCosts, most: int) -> int:
     """The most tokens, up to `most`, of which ranks hold every sequence of so many and fewer.
 
@@ -223,9 +231,16 @@ def longest_held(classes: Sequence[tuple[int, int]], costs: BatchCosts, most: in
         return min(held, most)
     # A rank's share, and with it what must leave, grows by steps; within one, compute grows: its first length counts.
     widths = {1 if count == 1 else 2 * count for _, count in classes}
-    begin = held + 1
+    fewest = _LOOKED_AT * min(widths)
+    begin, amount = held + 1, fewest
     while begin <= most:
-        end = min(most + 1, begin + _LOOKED_AT * min(widths))
+        end = min(most + 1, begin + amount)
+        if any(_hides_all(begin, end - 1, count, capacity, costs) for capacity, count in classes):
+            begin, amount = end, 2 * amount
+            continue
+        if amount > fewest:
+            amount //= 2
+            continue
         firsts = [np.arange(begin - begin % width + 1, end, width) for width in widths]
         lengths = np.unique(np.concatenate([[begin], *firsts])).astype(np.int64)
         lengths = lengths[(lengths >= begin) & (lengths < end)]

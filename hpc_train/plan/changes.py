@@ -22,10 +22,11 @@ class Change:
     num_ranks: int | None = None
 
     def with_further(self, other: Change) -> Change | None:
-        """Both; None where the other takes back a part of this one."""
-        if other.settings.keys() & self.settings.keys() or (self.num_ranks and other.num_ranks):
+        """Both, of numbers of ranks the larger; None where the other takes back a part of this one."""
+        takes_ranks_back = bool(self.num_ranks and other.num_ranks and other.num_ranks <= self.num_ranks)
+        if other.settings.keys() & self.settings.keys() or takes_ranks_back:
             return None
-        return Change({**self.settings, **other.settings}, self.num_ranks or other.num_ranks)
+        return Change({**self.settings, **other.settings}, other.num_ranks or self.num_ranks)
 
     def is_within(self, other: Change) -> bool:
         """Whether the other one does all that this one does."""
@@ -49,11 +50,13 @@ class SizesError(ConfigError):
     """Sizes that do not go together.
 
     problem: what does not. changes: what may mend it, the likeliest first; whether all other checks accept it, nobody
-    has asked yet. advice: what to say meanwhile; left out, the changes.
+    has asked yet. advice: what to say meanwhile; left out, the changes. otherwise: what to do where no change passes.
     """
 
-    def __init__(self, problem: str, changes: Sequence[Change], advice: str | None = None) -> None:
-        self.problem, self.changes = problem, tuple(changes)
+    def __init__(
+        self, problem: str, changes: Sequence[Change], advice: str | None = None, *, otherwise: str = ""
+    ) -> None:
+        self.problem, self.changes, self.otherwise = problem, tuple(changes), otherwise
         told = f"Use {listed(self.changes[:MOST_TOLD])}" if advice is None and changes else advice
         super().__init__(f"{problem} {told}" if told else problem)
 
@@ -61,8 +64,8 @@ class SizesError(ConfigError):
 class CostlySizesError(SizesError):
     """One whose changes and advice are looked for only when they are asked for, since that takes seconds."""
 
-    def __init__(self, problem: str, find: Callable[[], tuple[Sequence[Change], str]]) -> None:
-        super().__init__(problem, ())
+    def __init__(self, problem: str, find: Callable[[], tuple[Sequence[Change], str]], otherwise: str) -> None:
+        super().__init__(problem, (), otherwise=otherwise)
         self._find = find
 
     @cached_property

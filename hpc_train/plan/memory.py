@@ -44,6 +44,7 @@ NOT_OURS = 0.06
 """Share of a GPU that tensors cannot have: CUDA's context, NCCL's and cuBLAS's buffers, what the allocator cannot use
 (assumed; about 5 GB of 80)."""
 _MOMENTS = 2
+_SMALLER = "more ranks, a smaller train.micro_batch_size or data.seq_len"
 _MAX_TP = 8  # assumed: GPUs that share a node's fast links, where the configuration names no larger tp
 
 
@@ -141,6 +142,7 @@ def check_memory(config: Config, mesh: Mesh, gpu_memory_bytes: int) -> None:
         f"{mesh.describe()} does not fit: a rank of stage {stage} needs about {_gib(estimate.total)}, and a GPU of "
         f"{_gib(gpu_memory_bytes)} has about {_gib(usable)} for tensors; {why}.",
         lambda: _advice(config, mesh, usable),
+        f"Use {_SMALLER}.",
     )
 
 
@@ -385,8 +387,7 @@ def _advice(config: Config, mesh: Mesh, usable: int) -> tuple[list[Change], str]
                     words = f"With as many ranks use train.recompute={recompute} and {candidate.describe()}"
                     return [change], words
     return [Change(num_ranks=2 * mesh.world_size)], (
-        f"No mesh of {mesh.world_size} ranks fits, with recomputation neither: use more ranks, a smaller "
-        "train.micro_batch_size or data.seq_len"
+        f"No mesh of {mesh.world_size} ranks fits, with recomputation neither: use {_SMALLER}"
     )
 
 

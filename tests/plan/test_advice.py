@@ -80,6 +80,25 @@ def test_each_advice_is_accepted_when_it_is_followed(
             report_plan(config, allocation_of(*nodes), None)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 7])
+def test_too_few_ranks_for_a_recipe_are_told_how_many_its_own_mesh_needs(num_nodes: int) -> None:
+    """Not a smaller tp, with which the model does not fit into a GPU."""
+    with pytest.raises(ConfigError, match="do not fill a mesh") as caught:
+        check_plan(load_config("llama-70b-256k"), allocation_of(num_nodes, 8), None)
+    assert advised(str(caught.value)) == [Change({}, 1024)]
+
+
+def test_advice_of_a_refusal_that_no_change_mends_is_kept() -> None:
+    counts = (8,) * 15 + (4,) * 2
+    unlike = Allocation(tuple(f"n{number}" for number in range(17)), counts, counts, None, "a test")
+    config = load_config("gpt-175b", ("parallel.pp=2", "fabric.gpu_memory_bytes=8000000000"))
+    for allocation, says in ((unlike, "No mesh of 128 ranks fits"), (allocation_of(16, 8), "with 256 ranks")):
+        with pytest.raises(ConfigError, match=says) as caught:
+            check_plan(config, allocation, None)
+        told = str(caught.value).lower()
+        assert told.rstrip(".").endswith("use more ranks, a smaller train.micro_batch_size or data.seq_len")
+
+
 def test_what_a_fabric_has_no_room_for_is_not_advised() -> None:
     """Nodes of 4 GPUs hold no tp group of 8, and there is no further node for more ranks."""
     fabric = clos_fabric("clos:pods=1,nodes=4,gpus=4")

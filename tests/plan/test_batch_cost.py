@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
+from hpc_train.plan import batch_cost
 from hpc_train.plan.batch_cost import (
     BatchCosts,
     OffloadCosts,
@@ -111,6 +113,16 @@ def test_ranks_hold_every_sequence_up_to_the_longest_held_and_not_the_next(
     fits = np.logical_or.reduce([smallest_rings(lengths, holds, some, number) > 0 for holds, number in classes])
     first_failing = int(np.argmin(fits)) if not fits.all() else most
     assert longest_held(classes, some, most) == first_failing
+    with mock.patch.object(batch_cost, "_LOOKED_AT", 1):
+        assert longest_held(classes, some, most) == first_failing
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_many_lengths_that_ranks_hold_few_are_looked_at_one_by_one(count):
+    some = BatchCosts(1, 24576, 5560, offload=OffloadCosts(100, 30_000))
+    with mock.patch.object(batch_cost, "_hides", side_effect=batch_cost._hides) as hides:
+        assert longest_held([(1 << 20, count)], some, 1 << 27) < 1 << 27
+    assert sum(len(call.args[0]) for call in hides.call_args_list) < 1 << 18
 
 
 def test_what_a_ring_of_two_passes_on_is_half_of_what_goes_round_but_for_what_goes_home():
