@@ -41,7 +41,7 @@ class BalancedPlanner(BatchPlanner):
     place in the lists of all its members, without which pipelines would wait for each other in a circle. num_stages: of
     such a pipeline, which needs that many micro-batches. slack_milli: how far above the least time planning stops, in
     thousandths; more slack gives smaller rings. grows_rings: false for the smallest rings always. context: the longest
-    sequence of a run, whose `StaticPlanner` is then tried too; 0: it is not.
+    sequence of a run, whose `StaticPlanner` is then tried too where it might win more than the slack; 0: it is not.
 
     Source: Algorithm 2 of ByteScale (arXiv 2502.21231). Its gaps are closed so: delta is 0, ties (all ranks at first)
     go to the lower place, a sequence that needs D ranks goes to the D neighbours on which it ends first, and times come
@@ -68,13 +68,13 @@ class BalancedPlanner(BatchPlanner):
         return self._or_static(problem, table) if self.context else table
 
     def _or_static(self, problem: BatchProblem, table: BatchTable) -> BatchTable:
-        """The plan, or that of rings of one size where that one takes less time.
+        """The plan, or that of rings of one size where that one takes less time; not looked for within the slack.
 
         In pipelines the longest micro-batch counts as well, which each stage waits for once.
         """
         ours = model_times(table, problem.ranks, problem.costs)
         try:
-            if least_static_ticks(problem, self.context) >= ours.makespan:
+            if least_static_ticks(problem, self.context) * (MILLI + self.slack_milli) >= ours.makespan * MILLI:
                 return table
             static = StaticPlanner(self.context).plan(problem)
         except ConfigError:  # rings of one size do not hold the step

@@ -39,8 +39,9 @@ UNIT_S = 2.8e-3 / 8192**2
 LAYERS, FORWARD_AND_BACKWARD = 32, 3
 
 PLANNERS: dict[str, BatchPlanner] = {
-    "balanced": BalancedPlanner(),
-    "balanced, pp": BalancedPlanner(strategy="pp", num_stages=4),
+    # As runs plan, whose longest sequence has 2M tokens.
+    "balanced": BalancedPlanner(context=2 * MI),
+    "balanced, pp": BalancedPlanner(strategy="pp", num_stages=4, context=2 * MI),
     "balanced, smallest rings": BalancedPlanner(grows_rings=False),
     "balanced, slack 0.15": BalancedPlanner(slack_milli=150),
     "naive": NaivePlanner(),
@@ -146,6 +147,7 @@ def cases(num_ranks: int) -> dict[str, NDArray[np.int64]]:
     short = np.exp(rng.normal(7.5, 1.0, 12_000)).clip(16, CAPACITY).astype(np.int64)
     return {
         "every sequence short": short,
+        "documents of 50 to 400": rng.integers(50, 400, 150_000),
         "every sequence 4K": np.full(STEP_TOKENS // (4 * KI), 4 * KI),
         "every sequence 12K": np.full(STEP_TOKENS // (12 * KI), 12 * KI),
         "every sequence 64K": np.full(STEP_TOKENS // (64 * KI), 64 * KI),

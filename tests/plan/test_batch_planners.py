@@ -133,7 +133,7 @@ def test_interleaved_pipelines_never_wait_in_a_circle(problem, name, num_stages,
 @given(problem=problems(), num_stages=st.integers(1, 3))
 @settings(max_examples=40)
 def test_balanced_never_takes_longer_than_rings_of_one_size(problem, num_stages):
-    """By the costs; in pipelines where their longest micro-batch is no shorter either."""
+    """By the costs, but for the slack; in pipelines where their longest micro-batch is no shorter either."""
     context = max(1, int(problem.lengths.max(initial=1)))
     try:
         theirs = model_times(StaticPlanner(context).plan(problem), problem.ranks, problem.costs)
@@ -143,7 +143,18 @@ def test_balanced_never_takes_longer_than_rings_of_one_size(problem, num_stages)
     table = planner.plan(problem)
     check(table, problem, is_aligned=num_stages > 1)
     ours = model_times(table, problem.ranks, problem.costs)
-    assert ours.makespan <= theirs.makespan or (num_stages > 1 and ours.longest < theirs.longest)
+    within_slack = ours.makespan * 1000 <= theirs.makespan * (1000 + BalancedPlanner().slack_milli)
+    assert within_slack or (num_stages > 1 and ours.longest < theirs.longest)
+
+
+def test_a_step_of_short_sequences_is_not_planned_twice(monkeypatch):
+    """Packing rows takes longer than the plan itself, and nothing can be won."""
+    monkeypatch.setattr("hpc_train.plan.batch_static.best_fit", None)
+    lengths = np.random.default_rng(0).integers(50, 400, 20_000)
+    problem = BatchProblem.make(0, lengths, HdpRanks.alike(64, 8192), COSTS)
+    for num_stages in (1, 4):
+        setup = BatchSetup("balanced", 512 * 1024, problem.ranks, COSTS, 1, num_stages)
+        setup.plan(0, lengths)
 
 
 def test_interleaved_pipelines_with_unequal_numbers_of_micro_batches_wait_in_a_circle():
@@ -173,7 +184,10 @@ def test_plans_are_the_same_each_time_and_differ_in_eight_bytes(problem):
     again = [planner.plan(problem) for planner in PLANNERS.values()]
     assert [table.digest for table in tables] == [table.digest for table in again]
     assert {len(table.digest) for table in tables} == {8}
-    assert len({table.plan() for table in tables}) <= len({table.digest for table in tables})
+    by_digest: dict[bytes, set[object]] = {}
+    for table in (*tables, *again):
+        by_digest.setdefault(table.digest, set()).add(table.plan())
+    assert all(len(plans) == 1 for plans in by_digest.values())
 
 
 def test_a_fresh_process_makes_the_same_plan():
