@@ -131,7 +131,7 @@ def _later_begins(traces: Sequence[RankTrace], start: int) -> list[float]:
 def timeline_bars(traces: Sequence[RankTrace], start: int) -> tuple[list[RankBars], dict[str, str], list[str]]:
     """The bars of each rank; the colour of each label of work that occurs; the labels of communication, in order.
 
-    start: the moment that is 0 ms.
+    start: the moment that is 0 ms. Waits between steps are in no figures, and so are only shown as under way.
     """
     sides = find_sides(traces)
     labels: dict[str, str] = {}
@@ -143,17 +143,18 @@ def timeline_bars(traces: Sequence[RankTrace], start: int) -> tuple[list[RankBar
 
     for trace in traces:
         of_rank, waits = RankBars(), []
-        rows = [row for of_step in trace.rows.values() for row in of_step.tolist()]
-        for name_id, begin, wait, end, _, _, peer, ordinal, _ in rows:
+        rows = [(step_span(trace, of_step), row) for of_step in trace.rows.values() for row in of_step.tolist()]
+        for within, (name_id, begin, wait, end, _, _, peer, ordinal, _) in rows:
             name = trace.names[name_id]
             key = key_of(name, trace.rank, peer, ordinal)
             if key is not None:
                 lane = of_rank.lanes.setdefault(name.label, _empty_lane())
-                late = sides.late_ns(name, key, wait, end)[1]
                 add(lane, _UNDER_WAY, begin, end)
-                add(lane, LATE, wait, wait + late)
-                add(lane, EXPOSED, wait + late, end)
                 waits.append((wait, end))
+                if within is None or within[0] <= wait <= within[1]:
+                    late = sides.late_ns(name, key, wait, end)[1]
+                    add(lane, LATE, wait, wait + late)
+                    add(lane, EXPOSED, wait + late, end)
             elif name.kind is not Kind.STEP:
                 colour = labels.get(name.label) or _COLOURS.get(name.label)
                 labels[name.label] = colour or _FURTHER[len(labels) % len(_FURTHER)]

@@ -23,6 +23,7 @@ from tests.observe.traces import (
     read_strictly,
     write_clock,
     write_early_gathers,
+    write_evaluations,
     write_pipeline,
 )
 
@@ -60,7 +61,8 @@ def test_a_picture_shows_work_and_waiting_of_a_few_ranks(tmp_path: Path, capsys)
 def test_the_waits_of_a_picture_are_those_of_the_table(tmp_path: Path) -> None:
     write_pipeline(tmp_path / "pipeline", 4, 3)
     write_early_gathers(tmp_path / "gathers", 4, late_ns=4 * MS)
-    for run_dir in (tmp_path / "pipeline", tmp_path / "gathers"):
+    write_evaluations(tmp_path / "evaluations", 4)
+    for run_dir in (tmp_path / "pipeline", tmp_path / "gathers", tmp_path / "evaluations"):
         folder = find_trace(run_dir)
         traces = [read_rank(folder, rank, range(2, 4)) for rank in folder.ranks]
         bars, _, labels = timeline_bars(traces, 0)

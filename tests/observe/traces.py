@@ -105,6 +105,23 @@ def write_early_gathers(run_dir: Path, num_steps: int, *, late_ns: int = 0) -> N
         recorder.close()
 
 
+def write_evaluations(run_dir: Path, num_steps: int) -> None:
+    """Two ranks that wait 3 ms for a sum within each step, and 20 ms for another one between steps."""
+    write_clock(run_dir, {0: (0, 0)})
+    for rank in (0, 1):
+        clock = FakeClock()
+        recorder = open_recorder(run_dir, rank, clock)
+        for step in range(1, num_steps + 1):
+            start = 100 * step * MS
+            clock.now_ns = start
+            with recorder.step(step):
+                own = recorder.communication(Kind.COLLECTIVE, "all_reduce", "dp", (0, 1), 8)
+                _await(own, clock, start + 2 * MS, start + 5 * MS)
+            between = recorder.communication(Kind.COLLECTIVE, "all_reduce", "dp", (0, 1), 8)
+            _await(between, clock, start + 10 * MS, start + 30 * MS)
+        recorder.close()
+
+
 def _await(transfer: Segment, clock: FakeClock, wait_ns: int, end_ns: int) -> None:
     clock.now_ns = wait_ns
     transfer.begin_wait()
