@@ -12,10 +12,20 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.bench.rounds import MODEL, SEQ_LEN, STEPS_A_ROUND, Peer, batches_of, our_peer, plain_model, torch_optimizer
+from tests.bench.rounds import (
+    MODEL,
+    SEQ_LEN,
+    STEPS_A_ROUND,
+    Peer,
+    batches_of,
+    check_losses,
+    our_peer,
+    plain_model,
+    torch_optimizer,
+)
 from tests.ranks import TestRank, run_ranks
 
 
@@ -125,7 +135,7 @@ def _measure(me: TestRank, rounds: int, num_sequences: int, micro_batch_size: in
 
     batches = batches_of(num_sequences, micro_batch_size, slice(me.rank, None, me.world_size))
     peers = {name: make(me) for name, make in PEERS.items()}
-    losses = {name: [peer.step(batches) for _ in range(2)][0] for name, peer in peers.items()}
+    losses = {name: [peer.step(batches) for _ in range(2)] for name, peer in peers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     names = list(peers)
     for number in range(rounds):
@@ -138,7 +148,15 @@ def _measure(me: TestRank, rounds: int, num_sequences: int, micro_batch_size: in
             seconds[name].append((time.perf_counter() - start) / STEPS_A_ROUND)
             peers[name].finish()
     memory = {name: peer.optimizer_bytes() for name, peer in peers.items()}
-    return {"seconds": seconds, "optimizer_bytes": memory, "first_loss": losses}
+    return {"seconds": seconds, "optimizer_bytes": memory, "first_losses": losses}
+
+
+def mean_losses(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Of each peer's first steps over ranks: DDP's and FSDP2's ranks know their own, ours all know the mean."""
+    return {
+        name: [statistics.fmean(losses) for losses in zip(*(of["first_losses"][name] for of in results), strict=True)]
+        for name in results[0]["first_losses"]
+    }
 
 
 def main() -> None:
@@ -152,7 +170,8 @@ def main() -> None:
     slowest = {
         name: [max(result["seconds"][name][i] for result in results) for i in range(args.rounds)] for name in PEERS
     }
-    ours = slowest["hpc_train"]
+    ours, losses = slowest["hpc_train"], mean_losses(results)
+    check_losses(losses, [("hpc_train", name) for name in PEERS])
     print(
         json.dumps(
             {
@@ -165,7 +184,7 @@ def main() -> None:
                     if name != "hpc_train"
                 },
                 "optimizer_bytes": results[0]["optimizer_bytes"],
-                "first_loss": results[0]["first_loss"],
+                "first_losses": losses,
             },
             indent=1,
         )

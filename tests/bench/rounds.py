@@ -131,9 +131,7 @@ def report(
     of_ranks = {name: [result["seconds"][name] for result in results] for name in peers}
     slowest = {name: [max(times) for times in zip(*seconds, strict=True)] for name, seconds in of_ranks.items()}
     losses = {name: _known([result["first_losses"][name] for result in results]) for name in peers}
-    for ours, theirs in pairs:
-        for a, b in zip(losses[ours], losses[theirs], strict=True):
-            assert abs(a - b) <= LOSS_TOLERANCE * abs(b), f"losses of {ours} and {theirs} differ: {losses}"
+    check_losses(losses, pairs)
     ratios = {
         f"{ours} / {theirs}": [a / b for a, b in zip(slowest[ours], slowest[theirs], strict=True)]
         for ours, theirs in pairs
@@ -148,6 +146,13 @@ def report(
         "ratio_range": {pair: (min(values), max(values)) for pair, values in ratios.items()},
         "first_losses": losses,
     }
+
+
+def check_losses(losses: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> None:
+    """Raises AssertionError: first losses of two peers differ by more than sums in another order do."""
+    for ours, theirs in pairs:
+        for a, b in zip(losses[ours], losses[theirs], strict=True):
+            assert abs(a - b) <= LOSS_TOLERANCE * abs(b), f"losses of {ours} and {theirs} differ: {losses}"
 
 
 def _known(of_ranks: list[list[float | None]]) -> list[float]:
