@@ -213,13 +213,17 @@ class _Work:
         )  # fmt: skip
 
     def _choices(self, lengths: Integers, sizes: Integers) -> tuple[Integers, Integers, Integers]:
-        """By ring and capacity: the size if all its ranks hold that much, the time, and what each rank has to hold."""
+        """By ring and capacity: the size if all its ranks hold that much, the time, and what each rank has to hold.
+
+        A ring that asks for more ranks than hold so much has them all, so that each has a choice that fits.
+        """
         problem = self.problem
         shape = (len(lengths), len(problem.capacities))
         found, needs = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for number, capacity in enumerate(problem.capacities):
-            fewest = smallest_rings(lengths, capacity, problem.costs, problem.ranks_that_hold(capacity))
-            found[:, number] = np.where(fewest > 0, np.maximum(sizes, fewest), 0)
+            most = problem.ranks_that_hold(capacity)
+            fewest = smallest_rings(lengths, capacity, problem.costs, most)
+            found[:, number] = np.where(fewest > 0, np.maximum(np.minimum(sizes, most), fewest), 0)
             needs[:, number] = np.minimum(tokens_per_rank(lengths, np.maximum(1, found[:, number])), capacity)
         column = lengths[:, None]
         ticks = np.asarray(problem.costs.micro_batch(column**2, column, np.maximum(1, found)), np.int64)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpc_train.errors import ConfigError
 from hpc_train.plan.batch_balanced import BalancedPlanner
 from hpc_train.plan.batch_check import check_batch_plan
-from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts
+from hpc_train.plan.batch_cost import BatchCosts, OffloadCosts, held_without_offload
 from hpc_train.plan.batch_naive import NaivePlanner, best_fit, deal
 from hpc_train.plan.batch_play import check_rings
 from hpc_train.plan.batch_problem import BatchPlanner, BatchProblem, HdpRanks, lower_bound
@@ -83,6 +83,37 @@ def test_every_token_comes_once_and_no_rank_has_more_than_it_holds(name, problem
     plan = check(table, problem, is_aligned=name in ("pp", "naive"))
     assert (plan.step, plan.dp, plan.num_sequences) == (5, len(problem.ranks), len(problem.lengths))
     assert plan.num_tokens == problem.lengths.sum()
+
+
+@st.composite
+def problems_of_unlike_ranks(draw: st.DrawFn) -> BatchProblem:
+    """Up to what those hold together that hold most; half the sequences are near that."""
+    capacities = draw(st.lists(st.sampled_from([16, 32, 64, 130]), min_size=2, max_size=7))
+    speeds = draw(st.one_of(st.none(), st.lists(st.sampled_from([1.0, 0.5]), min_size=7, max_size=7)))
+    held = [held_without_offload(found, sum(other >= found for other in capacities)) for found in capacities]
+    lengths = draw(st.lists(st.one_of(st.integers(1, max(held)), st.sampled_from(held)), min_size=1, max_size=6))
+    ranks = HdpRanks.make(capacities, speeds and speeds[: len(capacities)])
+    return make_problem(lengths, ranks, BatchCosts(1000, 1, draw(st.sampled_from([0, 50]))))
+
+
+@given(problem=problems_of_unlike_ranks())
+@settings(max_examples=60)
+def test_ranks_of_unlike_capacity_hold_what_those_of_them_hold_that_hold_most(problem):
+    for num_stages in (1, 3):
+        table = BalancedPlanner("pp" if num_stages > 1 else "dp", num_stages).plan(problem)
+        check(table, problem, is_aligned=num_stages > 1)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "length"),
+    [([8192, 2048], 5000), ([8192, 8192, 2048], 12000), ([8192, 2048, 2048], 6200), ([8192] + [1024] * 4, 8192)],
+)
+def test_a_ring_grows_no_further_than_ranks_hold_their_share(capacities, length):
+    costs = BatchCosts.from_seconds(attention_s_per_square=9.21e-12, linear_s_per_token=3.52e-7, ring_s_per_token=3.2e-8)
+    problem = BatchProblem.make(0, [length], HdpRanks.make(capacities), costs)
+    table = BalancedPlanner().plan(problem)
+    check(table, problem)
+    assert table.sizes.tolist() == [1 if length <= 8192 else 2]
 
 
 @given(problem=problems(), cp=st.sampled_from([0, 1, 2, 3]), context=st.integers(1, 90))
