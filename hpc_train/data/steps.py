@@ -65,12 +65,7 @@ class Steps:
         self.sources = open_sources(data, vocab_size) if sources is None else sources
         is_packed = batches is None
         packings = _pack(self.sources.train, data, train.seed, is_packed)
-        if not any(packing.has_labels for packing in packings):
-            raise DataError(
-                f"there is nothing to learn from: no document that data.seq_len={data.seq_len} with "
-                f"data.long_documents={data.long_documents} leaves has a token that follows another one. Give a larger "
-                "data.seq_len, or longer documents."
-            )
+        _check_has_labels(packings, data)
         self.blend = _blend(self.sources.train, packings)
         self.heldout_packings = _pack(self.sources.heldout, data, _HELDOUT_SEED, is_packed)
 
@@ -135,11 +130,13 @@ def lengths_of_step(config: Config, number: int, tell: Callable[[int], None] = l
     The datasets' indices alone say it, and those of earlier steps how far these went. tell: called with each of them.
 
     Raises:
-        DataError: as `open_sources`; a source has no tokens.
+        DataError: as `open_sources`; a source has no tokens, or none has a token that follows another one.
     """
     data, train = config.data, config.train
     sources = open_sources(data, config.model.vocab_size, by_index=True).train
-    blend = _blend(sources, _pack(sources, data, train.seed, is_packed=False))
+    packings = _pack(sources, data, train.seed, is_packed=False)
+    _check_has_labels(packings, data)
+    blend = _blend(sources, packings)
     lengths: list[int] = []
     for step in range(1, number + 1):
         tell(step)
@@ -166,6 +163,15 @@ def _pack(sources: Sequence[OpenSource], data: DataConfig, seed: int, is_packed:
         )
         for number, source in enumerate(sources)
     ]
+
+
+def _check_has_labels(packings: Sequence[Packing], data: DataConfig) -> None:
+    if not any(packing.has_labels for packing in packings):
+        raise DataError(
+            f"there is nothing to learn from: no document that data.seq_len={data.seq_len} with "
+            f"data.long_documents={data.long_documents} leaves has a token that follows another one. Give a larger "
+            "data.seq_len, or longer documents."
+        )
 
 
 def _blend(sources: Sequence[OpenSource], packings: Sequence[Packing], epochs: int | None = None) -> Blend:

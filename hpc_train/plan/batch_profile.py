@@ -143,7 +143,7 @@ class Profile:
                     f"{source} is a profile of version {version}; this program reads {VERSION}. Measure again"
                 )
             parse_object(text, {"model": (dict,), "speeds": (dict,), "origin": (str,)})
-            profile = Profile(**document)
+            profile = _made_from(document, source)
         except (ValueError, TypeError) as problem:
             if isinstance(problem, ConfigError):
                 raise
@@ -154,6 +154,13 @@ class Profile:
                 "incomplete. Measure again by `hpc-train profile`"
             )
         return profile
+
+
+def _made_from(document: Mapping[str, Any], source: str) -> Profile:
+    try:
+        return Profile(**document)
+    except ConfigError as problem:
+        raise ConfigError(f"{source}: {problem}") from problem
 
 
 def load_profile(path: str) -> Profile:

@@ -43,11 +43,15 @@ class PlannedBatch:
 
     @cached_property
     def tokens(self) -> Integers:
-        """Of each rank: its shares of rings, and what it has alone."""
+        """Of each rank: its parts of rings' sequences, without their padding, and what it has alone."""
         table = self.table
-        shares = -(-table.pack_sums()[1] // table.sizes)
         found = np.zeros(table.num_ranks, np.int64)
-        np.add.at(found, table.ranks, np.repeat(shares, table.sizes))
+        is_alone = np.repeat(~self.is_ring, table.sizes)
+        np.add.at(found, table.ranks[is_alone], table.pack_sums()[1][~self.is_ring])
+        for pack in np.flatnonzero(self.is_ring).tolist():
+            members = table.ranks[table.first_rank[pack] : table.first_rank[pack + 1]]
+            sequences = table.sequences[table.first_sequence[pack] : table.first_sequence[pack + 1]]
+            found[members] += _ring_shares(table.lengths[sequences], len(members))
         return found
 
     @cached_property
@@ -56,6 +60,13 @@ class PlannedBatch:
         found = np.zeros(self.table.num_ranks, np.int64)
         np.add.at(found, self.table.ranks, np.repeat(self.is_ring, self.table.sizes).astype(np.int64))
         return found
+
+
+def _ring_shares(lengths: Integers, size: int) -> Integers:
+    """Tokens of each place of a ring, whose ranks have two parts of each sequence as `zigzag` cuts them."""
+    edges = np.arange(2 * size + 1) * lengths[:, None] // (2 * size)
+    parts = np.diff(edges).sum(axis=0)
+    return np.asarray(parts[:size] + parts[: -size - 1 : -1], np.int64)
 
 
 @dataclass(frozen=True, eq=False)

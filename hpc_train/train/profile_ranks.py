@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from hpc_train.cluster.environment import process_env
 from hpc_train.comm.bootstrap import bootstrap
 from hpc_train.comm.groups import Groups, build_groups
 from hpc_train.comm.layout import Layout
 from hpc_train.comm.world import World
 from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, HpcTrainError
-from hpc_train.log import say
+from hpc_train.log import report_failure, say
 from hpc_train.plan.activations import block_bytes, shape_of
 from hpc_train.plan.batch_profile import Profile, profile_key
 from hpc_train.plan.cost import micro_batch_shape
@@ -67,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world.agree(error)
     except HpcTrainError as problem:
         if problem.reporter in (world.rank, None):
-            say(f"error: {problem}", sys.stderr)
-            sys.stderr.flush()
+            report_refusal(problem, world.rank, world.node, process_env())
         if problem.reporter is not None:
             world.control.barrier()  # the first that ends has the others ended
         os._exit(int(problem.exit_code))  # threads of torch's would abort an end as usual
@@ -78,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(line)
     world.close()
     return 0
+
+
+def report_refusal(problem: HpcTrainError, rank: int, node: str, env: Mapping[str, str]) -> None:
+    """Say it and put it on record, so that `exec`, which started the ranks, ends with it and not with a code alone."""
+    run_dir = env.get("HPC_TRAIN_RUN_DIR")
+    report_failure(problem, run_dir=Path(run_dir) if run_dir else None, rank=rank, host=node)
+    sys.stderr.flush()
 
 
 def measure_rank(

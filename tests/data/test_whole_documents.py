@@ -166,6 +166,14 @@ def test_a_step_s_lengths_are_known_from_the_indices_alone(tmp_path):
     ), 2) == steps[1]  # fmt: skip
 
 
+def test_lengths_of_a_step_that_leaves_nothing_to_learn_are_refused_as_the_run_is(tmp_path):
+    prefix = write(tmp_path / "set", numbered([3, 1, 7]))
+    changes = [f"data.train.0.prefix={prefix}", "data.heldout=[]", "train.eval_every=0", "data.seq_len=1"]
+    with pytest.raises(DataError, match="nothing to learn from"):
+        lengths_of_step(load_config("tiny", [*changes, "data.long_documents=drop"]), 1)
+    assert set(lengths_of_step(load_config("tiny", changes), 1)) == {1}
+
+
 def test_a_corpus_of_real_code_has_a_long_tail_and_keeps_it(tmp_path, capsys):
     """The sources of Python's library: most files are short, and a few long ones hold much of the tokens."""
     build(code_files(every=3), load_tokenizer("byte"), tmp_path / "code", BuildOptions(num_workers=2))

@@ -109,7 +109,9 @@ def test_ranks_of_unlike_capacity_hold_what_those_of_them_hold_that_hold_most(pr
     [([8192, 2048], 5000), ([8192, 8192, 2048], 12000), ([8192, 2048, 2048], 6200), ([8192] + [1024] * 4, 8192)],
 )
 def test_a_ring_grows_no_further_than_ranks_hold_their_share(capacities, length):
-    costs = BatchCosts.from_seconds(attention_s_per_square=9.21e-12, linear_s_per_token=3.52e-7, ring_s_per_token=3.2e-8)
+    costs = BatchCosts.from_seconds(
+        attention_s_per_square=9.21e-12, linear_s_per_token=3.52e-7, ring_s_per_token=3.2e-8
+    )
     problem = BatchProblem.make(0, [length], HdpRanks.make(capacities), costs)
     table = BalancedPlanner().plan(problem)
     check(table, problem)

@@ -80,10 +80,10 @@ def test_a_file_gives_the_same_profile_and_a_changed_one_is_refused(tmp_path: Pa
     path.write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match=r"states the hash .* but its content has"):
         load_profile(str(path))
-    changed["linear_s_per_token"] = math.nan
-    path.write_text(json.dumps(changed))
-    with pytest.raises(ConfigError, match="linear_s_per_token=nan"):
-        load_profile(str(path))
+    for key, value in (("linear_s_per_token", math.nan), ("copy_s_per_byte", "fast"), ("speeds", {"n3": 0})):
+        path.write_text(json.dumps({**changed, key: value}))
+        with pytest.raises(ConfigError, match=rf"^{path}: the profile \(a test\) has .*{key}.*; times and speeds"):
+            load_profile(str(path))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,14 @@ def test_a_pack_begins_when_its_last_rank_is_free() -> None:
     assert int(planned.tokens.sum()) >= sum(LENGTHS) and planned.tokens.max() <= 8192 * table.num_micro_batches.max()
 
 
+def test_ranks_tokens_are_those_of_the_plan_and_add_up_to_the_step_s() -> None:
+    """Odd sequences too, whose parts of a ring are padded to equal ones."""
+    report = make_batch_report(lengths=[*LENGTHS, 10_001, 9_999])
+    for one in report.plans:
+        own = [sum(micro_batch.num_tokens for micro_batch in of_rank) for of_rank in one.table.plan().ranks]
+        assert one.tokens.tolist() == own and sum(own) == report.lengths.sum()
+
+
 def test_the_baseline_alone_is_not_compared_with_itself() -> None:
     report = make_batch_report(hdp={"planner": "static"})
     assert report.static is None and list(batch_json(report)["planners"]) == ["static"]

@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 from hpc_train.cli import main
 from hpc_train.comm.groups import build_groups
 from hpc_train.errors import ConfigError
+from hpc_train.launch.exec_task import ProgramFailed
+from hpc_train.launch.ranks import RanksEnd
+from hpc_train.launch.record import decide_outcome, failure_text
+from hpc_train.log import report_failure
 from hpc_train.plan.batch_profile import load_profile
 from hpc_train.plan.groups import training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.train.profile_layer import LayerTimes, line_of, sequence_sizes, time_layer
-from hpc_train.train.profile_ranks import profile_of_measured
+from hpc_train.train.profile_ranks import profile_of_measured, report_refusal
 from tests.data.corpora import numbered, write
 from tests.launch.test_exec_mpi import environment
 from tests.plan.test_batch_profile import MESH, hdp_config
@@ -104,6 +108,15 @@ def test_a_layer_is_that_of_the_middle_rank_and_transfers_those_of_the_slowest()
 def test_times_that_do_not_grow_as_a_layer_s_are_refused(wrong: LayerTimes) -> None:
     with pytest.raises(ConfigError, match=r"not how its time grows\. Measure on nodes that do nothing else"):
         profile_of_measured(hdp_config(), _Groups(), [entry("a", wrong)], "a test")  # type: ignore[arg-type]
+
+
+def test_what_a_rank_refuses_is_what_the_command_ends_with(tmp_path: Path) -> None:
+    """And not that Python ended with a code, which the task beside the rank sees a moment later."""
+    report_refusal(ConfigError("times that do not grow"), 1, "n0", {"HPC_TRAIN_RUN_DIR": str(tmp_path)})
+    report_failure(ProgramFailed("python ended with exit code 2", 2), run_dir=tmp_path, rank=1, host="n0")
+    outcome = decide_outcome(tmp_path, RanksEnd(2), any_code=True)
+    assert (outcome.exit_code, outcome.reason) == (2, "rank 1 on n0: times that do not grow")
+    assert outcome.failure is not None and failure_text(outcome.failure).endswith("exit code 2: times that do not grow")
 
 
 WORDS = (
