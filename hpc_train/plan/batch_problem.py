@@ -230,8 +230,8 @@ def _stays_within(costs: BatchCosts, ranks: HdpRanks, longest: int, tokens: int)
 @final
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """What no plan can beat, in ticks of one layer. work: the rank-time of all sequences at their smallest rings over
-    all ranks' speed. longest: the longest sequence on the best ring.
+    """What no plan can beat, in ticks of one layer. work: the least rank-time of all sequences over all ranks' speed.
+    longest: the longest sequence on the best ring.
     """
 
     work: int
@@ -243,19 +243,31 @@ class LowerBound:
 
 
 def lower_bound(problem: BatchProblem) -> LowerBound:
-    """A step's least time by two arguments, each of which holds for every plan."""
+    """A step's least time by two arguments, each of which holds for every plan, also where sequences share rings."""
     lengths, costs, sizes = problem.lengths, problem.costs, problem.smallest_sizes
     filled = lengths > 0
     if not filled.any():
         return LowerBound(0, 0)
     lengths, sizes = lengths[filled], sizes[filled]
-    work = sum((sizes * base_ticks(problem)[filled]).tolist())
-    # Times on a ring only grow with the length, and so does the smallest ring.
+    work = _least_work(lengths, sizes, costs)
     at = int(lengths.argmax())
     ring = np.arange(int(sizes[at]), len(problem.ranks) + 1)
     longest = int(np.min(costs.micro_batch(int(lengths[at]) ** 2, int(lengths[at]), ring)))
     speeds = problem.ranks.speed_milli
     return LowerBound(-(-work * MILLI // int(speeds.sum())), -(-longest * MILLI // int(speeds.max())))
+
+
+def _least_work(lengths: Integers, sizes: Integers, costs: BatchCosts) -> int:
+    """The rank-time that sequences take at least, in rings no smaller than `sizes`: nothing is rounded up.
+
+    One sequence's attention may hide another's passing, and what a micro-batch and a step of a ring take beside may be
+    shared, so it is left out.
+    """
+    on_ring = sizes > 1
+    passing = int(((sizes * costs.ring_per_token - costs.ring_last_hop_per_token) * lengths)[on_ring].sum())
+    attention = costs.attention_per_square * int((lengths**2).sum())
+    home = costs.ring_home_per_token * int(lengths[on_ring].sum())
+    return max(attention, passing) + home + costs.linear_per_token * int(lengths.sum())
 
 
 def base_ticks(problem: BatchProblem) -> Integers:

@@ -204,10 +204,30 @@ def test_interleaved_pipelines_with_unequal_numbers_of_micro_batches_wait_in_a_c
 @settings(max_examples=40)
 def test_no_plan_is_faster_than_the_bound(problem):
     bound = lower_bound(problem).ticks
-    for planner in PLANNERS.values():
-        times = model_times(planner.plan(problem), problem.ranks, problem.costs)
-        assert times.makespan >= bound or problem.costs.offload
+    for planner in (*PLANNERS.values(), StaticPlanner(max(1, 2 * int(problem.lengths.max(initial=0))))):
+        try:
+            times = model_times(planner.plan(problem), problem.ranks, problem.costs)
+        except ConfigError:
+            assert isinstance(planner, StaticPlanner)
+            continue
+        assert times.makespan >= bound
         assert (times.busy <= times.ends).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "micro_batch_s", "is_reached"),
+    [([2884], 0.0, True), ([1100] * 3, 1e-3, False)],
+    ids=["alone", "shared"],
+)
+def test_the_bound_rounds_nothing_up_and_lets_sequences_share_a_ring(lengths, micro_batch_s, is_reached):
+    """One sequence on all ranks, a tick of whose smaller ring was rounded up; three in one row of all ranks."""
+    costs = BatchCosts.from_seconds(
+        attention_s_per_square=9.21e-12, linear_s_per_token=3.52e-7, micro_batch_s=micro_batch_s
+    )
+    problem = BatchProblem.make(0, lengths, HdpRanks.alike(4, 1024), costs)
+    makespan = model_times(StaticPlanner(4096).plan(problem), problem.ranks, costs).makespan
+    assert makespan >= lower_bound(problem).ticks
+    assert not is_reached or makespan == lower_bound(problem).ticks
 
 
 @given(problem=problems())
