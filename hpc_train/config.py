@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from hpc_train.config_faults import explained
 from hpc_train.config_text import apply_override, parse_yaml
@@ -25,6 +26,11 @@ LARGEST_SIZE = 2**31 - 1
 Size = Annotated[int, Field(gt=0, le=LARGEST_SIZE, strict=True)]
 LARGEST_SEED = 2**63 - 1
 """Derived: random numbers are made from 64 bits, one of which is a sign to some libraries."""
+LARGEST_ROPE_THETA = 1e12
+"""assumed: a thousand times that of any model, among them those for 2 million tokens."""
+LARGEST_LR = 100.0
+"""derived: AdamW moves every weight by about lr a step, and weights begin as model.init_std, some hundredths; assumed:
+no more than this is ever meant."""
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -34,6 +40,15 @@ class Section(BaseModel):
     """Common rules of all sections: frozen, nothing unknown, no infinities, no silent conversion of text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if bool not in (annotation, *get_args(annotation)):
+                raise PydanticCustomError("truth_value", "this is no switch: give a value other than true or false")
+        return value
 
 
 class ModelConfig(Section):
@@ -57,7 +72,7 @@ class ModelConfig(Section):
     block: Literal["serial", "parallel"] = "serial"
     attention_window: int | tuple[int | None, ...] | None = None
     dropout: Fraction = 0.0
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rope_theta: Annotated[float, Field(gt=0, le=LARGEST_ROPE_THETA)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     init_std: Annotated[float, Field(gt=0)] = 0.02
 
@@ -176,6 +191,17 @@ class ParallelConfig(Section):
             )
         return self
 
+    @field_validator("layers_per_stage", mode="before")
+    @classmethod
+    def _layers_are_listed(cls, value: object) -> object:
+        counts = value if isinstance(value, list | tuple) else ()
+        if value is None or (counts and all(type(count) is int and count > 0 for count in counts)):
+            return value
+        raise ValueError(
+            f"parallel.layers_per_stage={value!r} is no list of numbers above 0, one for each of pp * virtual_stages "
+            "stages: each stage has a layer at least. Use parallel.layers_per_stage=null, which splits by cost"
+        )
+
     @model_validator(mode="after")
     def _layers_for_each_stage(self) -> ParallelConfig:
         if self.layers_per_stage and len(self.layers_per_stage) != self.pp * self.virtual_stages:
@@ -260,7 +286,7 @@ class OptimizerConfig(Section):
     """AdamW or LAMB with linear warm-up and cosine decay, clipped by the global norm."""
 
     name: Literal["adamw", "lamb"] = "adamw"
-    lr: Annotated[float, Field(gt=0)]
+    lr: Annotated[float, Field(gt=0, le=LARGEST_LR)]
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 0
     decay_steps: Positive | None = None
@@ -407,6 +433,19 @@ class ObserveConfig(Section):
     trace_steps: tuple[Positive, Positive] | None = None
     trace_max_segments: Positive = 100_000
 
+    @field_validator("trace_steps", mode="before")
+    @classmethod
+    def _first_and_last(cls, value: object) -> object:
+        given = value if isinstance(value, list | tuple) else [value]
+        steps = [step for step in given if type(step) is int and step > 0]
+        if value is None or (isinstance(value, list | tuple) and len(steps) == len(value) == 2):
+            return value
+        steps = steps or [1]
+        raise ValueError(
+            f"observe.trace_steps={value!r} is not the first and the last step. Use observe.trace_steps="
+            f"[{min(steps)},{max(steps)}], or null for all"
+        )
+
     @model_validator(mode="after")
     def _steps_in_order(self) -> ObserveConfig:
         if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
@@ -438,9 +477,17 @@ class Config(Section):
         if self.train.global_batch_size % self.train.micro_batch_size:
             raise ValueError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size={self.train.micro_batch_size}"
+                f"train.micro_batch_size={self.train.micro_batch_size}. Use train.micro_batch_size="
+                f"{self._smaller_micro_batch()}"
             )
         return self
+
+    def _smaller_micro_batch(self) -> int:
+        """The largest below the given one that divides the batch, and each dp rank's share where that is known."""
+        batch, dp = self.train.global_batch_size, self.parallel.dp or 1
+        share = batch if batch % dp else batch // dp
+        most = min(share, self.train.micro_batch_size, 100_000)
+        return next(size for size in range(most, 0, -1) if share % size == 0)
 
     @model_validator(mode="after")
     def _optimizer_updates_early(self) -> Config:

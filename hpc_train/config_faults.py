@@ -11,6 +11,8 @@ from pydantic import BaseModel
 _WHY_BOUNDED = {
     "train.seed": "the largest number that random generators take",
     "model.num_layers": "more than any model has",
+    "model.rope_theta": "a thousand times that of any model",
+    "optimizer.lr": "since an update moves each weight by about that much, and weights begin below 1",
 }
 
 

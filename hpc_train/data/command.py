@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpc_train.errors import ExitCode
+from hpc_train.plan.out_file import check_out
 
 _BAR_WIDTH = 40
 
@@ -85,6 +86,7 @@ def tokenizer_command(args: Namespace) -> int:
     from hpc_train.data.tokenizer import train_bpe
 
     files, _ = find_files(args.sources, tuple(args.suffix))
+    check_out(args.out, "--out", inputs=[file.path for file in files])
     tokenizer = train_bpe(read_texts(files, args.text_field), args.vocab_size, args.out, _to_stderr)
     if args.json:
         _print_json({"file": args.out, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256})

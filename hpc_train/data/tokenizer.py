@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hpc_train.errors import ConfigError, DataError
+from hpc_train.plan.out_file import write_out
 
 END_OF_TEXT = "<|endoftext|>"
 # Names that published tokenizers give their end-of-document token, in the order in which they are tried.
@@ -164,8 +165,9 @@ def train_bpe(
     A small corpus may give fewer tokens than asked for: see the result's `vocab_size`.
 
     Raises:
-        ConfigError: vocab_size has no room for the 256 bytes and the end-of-document token.
-        DataError: there is no text, or the file cannot be written.
+        ConfigError: vocab_size has no room for the 256 bytes and the end-of-document token, or the file cannot be
+            written, or must not be.
+        DataError: there is no text.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -200,7 +202,7 @@ def train_bpe(
             f"no text to train a tokenizer on: {counts['texts']} documents, 0 characters. Check the sources."
         )
     text: str = backend.to_str(pretty=True)
-    write_text_whole(Path(out_path), text)
+    write_out(out_path, "--out", text)
     tokenizer = FileTokenizer(text, Path(out_path).name)
     if progress:
         progress(f"trained {tokenizer.vocab_size} tokens on {counts['texts']} documents")

@@ -15,15 +15,14 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric_find import FoundFabric
 from hpc_train.config import Config
 from hpc_train.errors import ConfigError
-from hpc_train.launch.file_errors import reason
 from hpc_train.plan.axis_bytes import axis_traffic
 from hpc_train.plan.batch_page import batch_page_html
 from hpc_train.plan.batch_places import hdp_figures
 from hpc_train.plan.batch_profile import profile_of
 from hpc_train.plan.batch_report import BatchReport, batch_json, batch_text, report_batch
+from hpc_train.plan.out_file import write_out
 from hpc_train.plan.place import place
 from hpc_train.plan.run import world_mesh
-from hpc_train.plan.run_files import write_atomically
 
 Tell = Callable[[int], None]
 """Called with each step that is counted through."""
@@ -112,10 +111,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page and say so.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or must not be.
     """
-    try:
-        write_atomically(path, text)
-    except OSError as problem:
-        raise ConfigError(f"the page {path} cannot be written: {reason(problem)}") from problem
+    write_out(path, "--html", text)
     log.say(f"written: {path}", sys.stderr)

@@ -25,6 +25,7 @@ from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.plan_batch import LengthsOf, batch_command, write_page
 from hpc_train.plan.batch_of_run import need_hdp
 from hpc_train.plan.mesh import MAX_RANKS
+from hpc_train.plan.out_file import check_out
 from hpc_train.plan.page import page_html
 from hpc_train.plan.places import natural_key
 from hpc_train.plan.report import report_plan
@@ -34,6 +35,8 @@ from hpc_train.plan.table import report_text
 def plan_command(options: Namespace, lengths_of: LengthsOf) -> int:
     """Carry out `plan`. lengths_of: see `plan_batch.batch_command`."""
     config = load_config(options.config, options.overrides)
+    if options.html:
+        check_out(options.html, "--html", inputs=[options.config])
     if options.groups and not options.json:
         raise ConfigError("--groups has no effect without --json, which lists them; add --json, or leave --groups out")
     if options.groups and options.batch is not None:

@@ -13,14 +13,14 @@ from hpc_train.config import load_config
 from hpc_train.errors import ConfigError
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.exec import exec_command
+from hpc_train.plan.out_file import check_out
 
 
 def profile_command(options: Namespace) -> int:
     """Carry out `profile`: rank 0 writes the file."""
     config = load_config(options.config, options.overrides)
     out = Path(options.out).absolute()
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {options.out}: the folder {out.parent} does not exist; make it, or name another file")
+    check_out(out, "--out", inputs=[options.config])
     env = process_env()
     ranks, per_node, least = options.ranks, options.ranks_per_node, 2 * config.parallel.tp
     if find_job(env, find_situation(env, own_process())) is None:

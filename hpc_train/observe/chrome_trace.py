@@ -13,38 +13,46 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from hpc_train.observe.exposed import Key, key_of
 from hpc_train.observe.rank_trace import RankTrace
 from hpc_train.observe.trace_files import awaited_elsewhere, rows_of
+from hpc_train.plan.out_file import open_out
 from hpc_train.record import Kind
 
 _WORK_TRACK = 1
 _ARROW = {"name": "send", "cat": "send"}
 
 
-def write_chrome_trace(path: Path, traces: Sequence[RankTrace]) -> int:
-    """Write the trace, compressed where the name ends in .gz, and return how many events it has."""
+def write_chrome_trace(path: Path, traces: Sequence[RankTrace], option: str) -> int:
+    """Write the trace, compressed where the name ends in .gz, and return how many events it has.
+
+    Raises:
+        ConfigError: it cannot be written, or must not be. option: where the user named it.
+    """
     count = 0
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with _opened(temporary, is_packed=path.suffix == ".gz") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            for event in chrome_events(traces):
-                _write(file, event, is_first=count == 0)
-                count += 1
-            file.write("\n]}\n")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open_out(path, option) as out, _text_into(out, is_packed=path.suffix == ".gz") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for event in chrome_events(traces):
+            _write(file, event, is_first=count == 0)
+            count += 1
+        file.write("\n]}\n")
     return count
 
 
-def _opened(path: Path, *, is_packed: bool) -> TextIO:
-    return cast(TextIO, gzip.open(path, "wt", compresslevel=5)) if is_packed else path.open("w", encoding="utf-8")
+@contextmanager
+def _text_into(out: BinaryIO, *, is_packed: bool) -> Iterator[TextIO]:
+    """`out` itself stays open."""
+    packed = gzip.GzipFile(fileobj=out, mode="wb", compresslevel=5) if is_packed else None
+    text = TextIOWrapper(cast(BinaryIO, packed) if packed else out, encoding="utf-8")
+    yield text
+    text.detach()
+    if packed:
+        packed.close()
 
 
 def _write(file: TextIO, event: dict[str, Any], *, is_first: bool) -> None:

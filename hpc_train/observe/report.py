@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 
 from hpc_train.errors import ConfigError
 from hpc_train.log import say
 from hpc_train.observe.run_record import RunRecord, Summary, has_loss, read_run, summarise
+from hpc_train.plan.out_file import check_out, open_out, write_out
 
 REPORT_FILE = "report.md"
+FIGURES_FILE = "report.json"
 CURVE_FILE = "loss.png"
 
 
@@ -23,19 +26,20 @@ def report_command(args: argparse.Namespace) -> int:
     figures = {**asdict(summary), "gain_nats": summary.gain_nats}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        draw_loss(run, summary, out / CURVE_FILE)
-        (out / "report.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        (out / REPORT_FILE).write_text(report_text(summary), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"the report cannot be written to {out}: {error.strerror or error}. Make room, or give another folder by "
-            "--out"
+            f"the report cannot be written to {out}: {error.strerror or error}. Give another folder by --out"
         ) from error
+    for name in (CURVE_FILE, FIGURES_FILE, REPORT_FILE):
+        check_out(out / name, "--out")
+    draw_loss(run, summary, out / CURVE_FILE)
+    write_out(out / FIGURES_FILE, "--out", json.dumps(figures, indent=1) + "\n")
+    write_out(out / REPORT_FILE, "--out", report_text(summary))
     if getattr(args, "json", False):
         say(json.dumps(figures))
         return 0
     say(report_text(summary))
-    say(f"written: {out / REPORT_FILE}, {out / 'report.json'}, {out / CURVE_FILE}")
+    say(f"written: {out / REPORT_FILE}, {out / FIGURES_FILE}, {out / CURVE_FILE}")
     return 0
 
 
@@ -43,7 +47,7 @@ def report_text(summary: Summary) -> str:
     """The report as Markdown that also reads well in a terminal."""
     rows = [
         ("ranks", _text(summary.ranks, "d")),
-        ("steps", f"{summary.steps} of {summary.steps_planned}, {summary.skipped_steps} skipped"),
+        ("steps", f"{summary.steps} of {_text(summary.steps_planned, 'd')}, {summary.skipped_steps} skipped"),
         ("tokens", _text(summary.tokens, ",d")),
         ("step time, median", _text(summary.step_time_s, ".3f", " s")),
         ("tokens/s, median", _text(summary.tokens_per_s, ",.0f")),
@@ -93,7 +97,10 @@ def draw_loss(run: RunRecord, summary: Summary, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    with open_out(path, "--out") as file:
+        file.write(picture.getbuffer())
 
 
 def _mfu(summary: Summary) -> str:

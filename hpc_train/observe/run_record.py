@@ -20,11 +20,11 @@ from hpc_train.plan.run_files import CONFIG_FILE, METRICS_FILE, PLAN_FILE, is_co
 class RunRecord:
     """A run's own words. steps: lines of metrics.jsonl by step, the last line of a step that was taken twice.
 
-    problems: which files are damaged, and how; their figures are left out.
+    config: None where it cannot be read. problems: which files are damaged, and how; their figures are left out.
     """
 
     run_dir: Path
-    config: Config
+    config: Config | None
     steps: tuple[dict[str, Any], ...]
     world_size: int | None
     unigram_entropy_nats: float | None
@@ -41,7 +41,7 @@ class Summary:
     name: str
     ranks: int | None
     steps: int
-    steps_planned: int
+    steps_planned: int | None
     skipped_steps: int
     tokens: int
     step_time_s: float | None
@@ -67,12 +67,11 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read a run folder.
 
     Raises:
-        ConfigError: no run folder, or a configuration that cannot be read.
+        ConfigError: no run folder.
         DataError: it has no metrics that can be read.
     """
-    if not os.path.isfile(run_dir / CONFIG_FILE):
+    if not any(os.path.lexists(run_dir / name) for name in (CONFIG_FILE, METRICS_FILE)):
         raise ConfigError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}. Runs are at runs/NAME/JOB_OR_TIME.")
-    config = load_config(run_dir / CONFIG_FILE)
     problems: list[str] = []
     steps = read_metrics(run_dir / METRICS_FILE, problems)
     if not steps and problems:
@@ -81,8 +80,10 @@ def read_run(run_dir: Path) -> RunRecord:
         )
     if not steps:
         raise DataError(f"{run_dir} has no {METRICS_FILE} with a step in it: the run has taken none. See its logs/.")
+    config = _config(run_dir / CONFIG_FILE, problems)
     world_size = _world_size(run_dir / PLAN_FILE, problems)
-    return RunRecord(run_dir, config, steps, world_size, _entropy(config, problems), tuple(problems))
+    entropy = None if config is None else _entropy(config, problems)
+    return RunRecord(run_dir, config, steps, world_size, entropy, tuple(problems))
 
 
 def summarise(run: RunRecord) -> Summary:
@@ -91,18 +92,19 @@ def summarise(run: RunRecord) -> Summary:
     heldout = [record["eval_loss"] for record in run.steps if record.get("eval_loss") is not None]
     losses = [record["loss"] for record in run.steps if has_loss(record)]
     tokens_per_s, mfu = _median(steady, "tokens_per_s"), _median(steady, "mfu")
-    flops = flops_per_token(run.config.model, run.config.data.seq_len)
+    config = run.config
+    flops = None if config is None else flops_per_token(config.model, config.data.seq_len)
     return Summary(
-        name=run.config.name,
+        name=run.run_dir.absolute().parent.name if config is None else config.name,
         ranks=run.world_size,
         steps=run.steps[-1]["step"],
-        steps_planned=run.config.train.steps,
+        steps_planned=None if config is None else config.train.steps,
         skipped_steps=sum(bool(record.get("skipped")) for record in run.steps),
         tokens=sum(record.get("tokens") or 0 for record in run.steps),
         step_time_s=_median(steady, "step_time_s"),
         tokens_per_s=tokens_per_s,
         mfu=mfu,
-        peak_flops=tokens_per_s * flops / mfu if mfu and tokens_per_s else None,
+        peak_flops=tokens_per_s * flops / mfu if mfu and tokens_per_s and flops else None,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         heldout_loss=heldout[-1] if heldout else None,
@@ -120,6 +122,18 @@ def has_loss(record: dict[str, Any]) -> bool:
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
     values = [record[key] for record in records if record.get(key) is not None]
     return statistics.median(values) if values else None
+
+
+def _config(path: Path, problems: list[str]) -> Config | None:
+    if not os.path.lexists(path):
+        problems.append(f"{path} is missing: the run's own name and planned steps are not known")
+        return None
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        fault = str(error).splitlines()[-1].strip().removeprefix(f"{path}: ")
+        problems.append(f"{path} is damaged: it holds no configuration of a run ({fault})")
+        return None
 
 
 def _world_size(path: Path, problems: list[str]) -> int | None:

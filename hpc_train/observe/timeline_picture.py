@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.exposed import find_sides, key_of
 from hpc_train.observe.rank_trace import RankTrace
 from hpc_train.observe.trace_files import awaited_elsewhere, chosen_span, rows_of, step_span
+from hpc_train.plan.out_file import open_out
 from hpc_train.record import Kind
 
 MAX_RANKS = 64
@@ -41,7 +43,7 @@ class RankBars:
     lanes: dict[str, Spans] = field(default_factory=dict)
 
 
-def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
+def draw_timeline(traces: Sequence[RankTrace], path: Path, option: str) -> None:
     """Of each rank its work, blank where it waits; below, a lane for each kind of communication: when it was under way,
     and the parts that the rank waited for, by what it waited for.
 
@@ -50,8 +52,8 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
 
     Raises:
         DataError: so many ranks or segments that nothing could be seen.
-        ConfigError: matplotlib is not installed, or has no such kind of file.
-        OSError: it cannot be written.
+        ConfigError: matplotlib is not installed, or has no such kind of file; it cannot be written, or must not be.
+            option: where the user named it.
     """
     _check_amount(traces)
     try:
@@ -67,7 +69,8 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
     pitch = _WORK + _LANE * len(kinds) + _GAP
     figure = Figure(figsize=(_WIDTH, min(_MOST_TALL, 0.9 + pitch * len(traces))), layout="constrained")
     files = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in files:
+    kind_of_file = path.suffix.removeprefix(".").lower()
+    if kind_of_file not in files:
         raise ConfigError(f"{path} does not end like a picture: give a name that ends in .png (or {', '.join(files)}).")
     axes = figure.add_subplot()
     ticks = []
@@ -91,7 +94,10 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path) -> None:
         axes.axvline(at, color="black", lw=0.6, ls=":")
     handles = [Patch(color=colour, label=label) for label, colour in {**labels, **_OF_WAITS}.items()]
     axes.legend(handles=handles, frameon=False, ncols=min(8, len(handles)), loc="lower left", bbox_to_anchor=(0, 1))
-    figure.savefig(path, dpi=120)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=120, format=kind_of_file)
+    with open_out(path, option) as file:
+        file.write(picture.getbuffer())
 
 
 def _check_amount(traces: Sequence[RankTrace]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.errors import ConfigError, DataError
@@ -15,6 +14,7 @@ from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_
 from hpc_train.observe.rank_trace import RankTrace
 from hpc_train.observe.timeline_picture import draw_timeline
 from hpc_train.observe.trace_files import TraceFolder, choose_ranks, find_trace, parse_ranges, read_rank
+from hpc_train.plan.out_file import check_out
 from hpc_train.plan.run import ranges_text
 
 # More than this in one file opens slowly or not at all in a browser (assumed; some 300 MB of JSON).
@@ -26,13 +26,14 @@ def trace_command(args: argparse.Namespace) -> int:
     run_dir = Path(args.run)
     folder = find_trace(run_dir, args.attempt)
     steps = None if args.steps is None else _one_range(args.steps)
-    traces = _read(folder, choose_ranks(folder, args.ranks), steps)
     out = Path(args.out) if args.out else run_dir / "trace.json.gz"
+    check_out(out, "--out")
     if args.png:
-        with _writing(Path(args.png), "--png"):
-            draw_timeline(traces, Path(args.png))
-    with _writing(out, "--out"):
-        num_events = write_chrome_trace(out, traces)
+        check_out(args.png, "--png")
+    traces = _read(folder, choose_ranks(folder, args.ranks), steps)
+    if args.png:
+        draw_timeline(traces, Path(args.png), "--png")
+    num_events = write_chrome_trace(out, traces, "--out")
     exposures = measure_exposure(traces)
     notes = _notes(traces, sum(kind.num_from_before for kind in exposures.kinds))
     taken = sorted({step for trace in traces for step in trace.rows})
@@ -55,21 +56,6 @@ def _one_range(text: str) -> range:
     if len(parts) != 1:
         raise ConfigError(f"--steps {text!r} is not one range; write for example 10-29.")
     return parts[0]
-
-
-@contextmanager
-def _writing(path: Path, option: str) -> Iterator[None]:
-    """
-    Raises:
-        ConfigError: in place of what the system says no to.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}. Make room or the folder, or give another file by "
-            f"{option}"
-        ) from error
 
 
 def _read(folder: TraceFolder, ranks: Sequence[int], steps: range | None) -> list[RankTrace]:

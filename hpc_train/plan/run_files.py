@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            os.fchmod(file.fileno(), new_file_mode())
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -189,7 +189,8 @@ def rank_log(run_dir: Path, rank: int) -> Path:
     return run_dir / LOGS_FOLDER / f"rank_{rank:05d}.log"
 
 
-def _umask() -> int:
+def new_file_mode() -> int:
+    """What a file gets that is made as usual."""
     mask = os.umask(0o022)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask

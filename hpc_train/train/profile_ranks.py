@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ from hpc_train.plan.activations import block_bytes, shape_of
 from hpc_train.plan.batch_profile import Profile, profile_key
 from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
+from hpc_train.plan.out_file import write_out
 from hpc_train.plan.parameters import TensorSplit
-from hpc_train.plan.run_files import write_atomically
 from hpc_train.train.profile_layer import LayerTimes, Tell, time_copy, time_layer, time_ring
 
 _ALIKE = 0.05
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world.control.barrier()  # the first that ends has the others ended
         os._exit(int(problem.exit_code))  # threads of torch's would abort an end as usual
     if profile is not None:
-        write_atomically(Path(options.out), profile.to_json())
+        write_out(options.out, "--out", profile.to_json())
         for line in _lines(profile, options.out):
             say(line)
     world.close()
