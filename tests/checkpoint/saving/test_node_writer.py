@@ -452,6 +452,32 @@ def test_a_save_in_a_hurry_waits_for_one_removal_and_not_for_all(
         assert removed == [("step_0000006", False), ("step_0000005", False), ("step_0000007", True)]
 
 
+def test_a_save_that_waits_behind_removals_is_seen_to_get_on_with_each(
+    agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks take a slow store that works for one that does not answer."""
+    is_asked, is_seen = threading.Event(), threading.Event()
+
+    def thin_out(target: node_save.Target, *told: Any) -> None:
+        assert is_asked.wait(20)
+        (target.root / "old").remove()
+        assert is_seen.wait(20)
+
+    monkeypatch.setattr(node_save, "thin_out", thin_out)
+    (rank,) = [NodeRank(agent, tmp_path, 0, 1, keep=1)]
+    _begin([rank], "0a7", 7)
+    rank.take("0a7", 7)
+    assert rank.wait("0a7", commit=True)["failed"] is None
+    _begin([rank], "0a8", 8)
+    rank.take("0a8", 8)
+    before = rank.outcome("0a8", commit=False)["moved"]
+    assert rank.outcome("0a8", commit=False)["moved"] == before
+    is_asked.set()
+    _eventually(lambda: rank.outcome("0a8", commit=False)["moved"] != before)
+    is_seen.set()
+    assert rank.wait("0a8", commit=True)["failed"] is None
+
+
 def test_memory_that_cannot_be_mapped_is_refused_and_given_back(
     agent: ServedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
