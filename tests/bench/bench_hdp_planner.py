@@ -166,6 +166,10 @@ def measure_cases(num_ranks: int, repeat: int) -> dict[str, Any]:
             planner: {key: round(value, 4) for key, value in measure(PLANNERS[planner], problem, repeat).items()}
             for planner in ("balanced", "balanced, smallest rings", "naive")
         }
+    short = make_problem(cases(num_ranks)["documents of 50 to 400"], num_ranks)
+    found["documents of 50 to 400, none longer than 8K in the run"] = measure(
+        BalancedPlanner(context=CAPACITY), short, repeat
+    )
     speeds = np.where(np.arange(num_ranks) % 8 == 3, 0.7, 1.0)
     two = make_problem(tailed_lengths(0), HdpRanks.make(np.full(num_ranks, CAPACITY), speeds))
     capacities = np.where(np.arange(num_ranks) < num_ranks // 2, 2 * CAPACITY, CAPACITY)

@@ -186,7 +186,7 @@ def test_a_step_of_short_sequences_is_not_planned_twice(monkeypatch):
     lengths = np.random.default_rng(0).integers(50, 400, 20_000)
     problem = BatchProblem.make(0, lengths, HdpRanks.alike(64, 8192), COSTS)
     for num_stages in (1, 4):
-        setup = BatchSetup("balanced", 512 * 1024, problem.ranks, COSTS, 1, num_stages)
+        setup = BatchSetup("balanced", 8192, problem.ranks, COSTS, 1, num_stages)
         setup.plan(0, lengths)
 
 
