@@ -159,7 +159,7 @@ def cases(num_ranks: int) -> dict[str, NDArray[np.int64]]:
 
 
 def measure_cases(num_ranks: int, repeat: int) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, lengths in cases(num_ranks).items():
         problem = make_problem(lengths, num_ranks)
         found[name] = {
