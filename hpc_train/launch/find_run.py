@@ -11,9 +11,9 @@ from pathlib import Path
 from hpc_train.errors import ConfigError
 from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE
 from hpc_train.launch.queue import job_is_live
-from hpc_train.launch.run_folder import ATTEMPTS_FILE, Owner, is_live, read_attempts, read_owner
+from hpc_train.launch.run_folder import Owner, is_live, read_attempts, read_owner
 from hpc_train.launch.submitted_jobs import submitted_jobs
-from hpc_train.plan.run_files import CONFIG_FILE
+from hpc_train.plan.run_files import ATTEMPTS_FILE, CONFIG_FILE
 
 
 @dataclass(frozen=True)

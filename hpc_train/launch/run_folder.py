@@ -24,6 +24,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.launch.file_errors import reason, room_needed
 from hpc_train.log import FAILURE_FILE, timestamp
 from hpc_train.plan.run_files import (
+    ATTEMPTS_FILE,
     CHECKPOINTS_FOLDER,
     LOGS_FOLDER,
     OUTCOME_FILE,
@@ -39,7 +40,6 @@ RUN_DIR_VARIABLE = "HPC_TRAIN_RUN_DIR"
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 
 OWNER_FILE = "owner.json"
-ATTEMPTS_FILE = "attempts.jsonl"
 SUBMIT_FILE = "submit.sh"
 REQUEST_FILE = "plan.request.json"
 

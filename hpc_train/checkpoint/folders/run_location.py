@@ -17,10 +17,13 @@ from hpc_train.cluster.size_words import two_sizes
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.plan.run_files import (
+    ATTEMPTS_FILE,
     CHECKPOINTS_FOLDER,
     CHECKPOINTS_NOTE,
     CheckpointsNote,
+    is_count,
     read_checkpoints_note,
+    read_json_lines,
     write_checkpoints_note,
 )
 
@@ -52,13 +55,16 @@ def open_location(
     on from what is there; else nothing may be.
 
     Raises:
-        HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, cannot be
-            written, lacks space, or is not seen by all ranks; the client of its URL is not installed.
+        HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, or none
+            although the run has saved some, cannot be written, lacks space, or is not seen by all ranks; the client
+            of its URL is not installed.
     """
     error: Exception | None = None
     if world.rank == 0:
         try:
-            if not resume:
+            if resume:
+                _require_saved(root, run_dir)
+            else:
                 _require_empty(root)
             prepare(root, run_dir, num_bytes)
             if attempt is not None:
@@ -127,6 +133,33 @@ def _require_empty(root: Location) -> None:
             f"{' and more' if len(names) > 5 else ''}, of which the highest step counts as the newest. Choose a new "
             "run folder (--run-dir), remove them, or leave checkpoint.resume=false out to go on from them"
         )
+
+
+def _require_saved(root: Location, run_dir: Path) -> None:
+    """A run that has saved does not start anew unseen because its folder is not mounted, or was removed."""
+    _require_same_place(root, run_dir)
+    if any(steps_newest_first(root)):
+        return
+    told = _recorded_save(run_dir)
+    if told is not None:
+        step, record = told
+        raise CheckpointError(
+            f"this run has saved step {step}, as {record} says, but {root} holds no checkpoint now, so it would start "
+            "anew. If that is on a file system that is not mounted, mount it; if the checkpoints were moved, move them "
+            "back, or name their folder by checkpoint.folder; to begin anew on purpose, set checkpoint.resume=false, "
+            "or give another run folder (--run-dir)"
+        )
+
+
+def _recorded_save(run_dir: Path) -> tuple[int, Path] | None:
+    """The step that the run folder last heard to be saved, and which of its files says so."""
+    note = read_checkpoints_note(run_dir)
+    if note is not None and note.newest_step is not None:
+        return note.newest_step, run_dir / CHECKPOINTS_FOLDER / CHECKPOINTS_NOTE
+    for attempt in reversed(read_json_lines(run_dir / ATTEMPTS_FILE)):
+        if is_count(attempt.get("saved_step")):
+            return attempt["saved_step"], run_dir / ATTEMPTS_FILE
+    return None
 
 
 def _claim(root: Location, run_dir: Path) -> None:

@@ -91,6 +91,26 @@ def test_a_run_that_begins_anew_is_refused_among_checkpoints(run_dir: Path) -> N
     open_location(root, run_dir, 1, single_world())
 
 
+def test_a_run_that_has_saved_does_not_start_anew_where_its_folder_is_empty(run_dir: Path, tmp_path: Path) -> None:
+    root = _open(tmp_path / "scratch", run_dir)
+    _open(tmp_path / "scratch", run_dir)  # nothing was saved yet
+    plain_state.save(Alone(), root, 33, ELEMENTS)
+    note_saved(locate(root), run_dir, 33)
+    (tmp_path / "scratch").rename(tmp_path / "unmounted")
+    told = rf"has saved step 33, as {run_dir}/checkpoints/elsewhere\.json says, but {root} holds no .*resume=false"
+    with pytest.raises(CheckpointError, match=told):
+        _open(tmp_path / "scratch", run_dir)
+    assert newest_saved_step(run_dir) == 33 and not root.exists()
+    open_location(locate(root), run_dir, 1, single_world(), resume=False)
+    _open(tmp_path / "scratch", run_dir)
+    inside = tmp_path / "runs" / "llama" / "8"
+    inside.mkdir()
+    (inside / "attempts.jsonl").write_text('{"saved_step": null}\n{"saved_step": 20}\n{"saved_step": null}\n')
+    with pytest.raises(CheckpointError, match=rf"has saved step 20, as {inside}/attempts\.jsonl says"):
+        _open(None, inside)
+    assert not (inside / "checkpoints").exists()
+
+
 def test_of_several_starts_the_last_one_has_the_folder(run_dir: Path) -> None:
     root = run_location(None, run_dir)
     require_attempt(root, attempt_of("not opened by anybody"))
