@@ -56,7 +56,11 @@ def _add_verify(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run folder for its newest one; or a URL")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a checkpoint, or a run folder: its newest one and, until one is sound, those before; or a URL",
+    )
     parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
 
 

@@ -24,10 +24,9 @@ def run_ckpt_command(args: Namespace) -> int:
 
 
 def ls_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.folders.find import checkpoints_folder
     from hpc_train.checkpoint.folders.verify import list_checkpoints
 
-    root = _existing(checkpoints_folder(args.run))
+    root = _folder_of_checkpoints(args.run)
     listed = list_checkpoints(root)
     if args.json:
         tree = [{**vars(item), "path": str(item.path)} for item in listed]
@@ -49,7 +48,7 @@ def verify_command(args: Namespace) -> int:
 
     path = locate(args.path)
     every: list[Location] = []
-    if args.all and path.is_folder() and not is_checkpoint(path):
+    if path.is_folder() and not is_checkpoint(path):
         every = [found for _, found in steps_newest_first(checkpoints_folder(path))]
     bad = 0
     for checkpoint in every or [find_checkpoint(path)]:
@@ -58,6 +57,8 @@ def verify_command(args: Namespace) -> int:
         print(f"{checkpoint}: {verdict}", flush=True)
         for problem in problems:
             print(f"  {problem}")
+        if not problems and not args.all:
+            break  # the newest one that is sound, which a run would go on from
     return ExitCode.CHECKPOINT if bad else ExitCode.DONE
 
 
@@ -117,23 +118,25 @@ def convert_command(args: Namespace) -> int:
             "num_bytes": done.num_bytes,
             "dtypes": done.dtypes,
             "carried": done.carried,
+            "checkpoint": str(done.checkpoint) if done.checkpoint is not None else None,
         }
         print(json.dumps(tree, indent=1))
         return ExitCode.DONE
+    of_checkpoint = f" of {done.checkpoint}" if done.checkpoint is not None else ""
     print(
-        f"{done.target}: {done.spec.model.family} {done.direction}, {done.num_parameters / 1e6:.2f} M parameters, "
-        f"{' and '.join(done.dtypes)}, {done.num_bytes / 2**20:.1f} MiB in {seconds:.1f} s"
+        f"{done.target}: {done.spec.model.family} {done.direction}{of_checkpoint}, "
+        f"{done.num_parameters / 1e6:.2f} M parameters, {' and '.join(done.dtypes)}, "
+        f"{done.num_bytes / 2**20:.1f} MiB in {seconds:.1f} s"
     )
     print(f"carried along: {', '.join(done.carried) or 'no tokenizer file'}", file=sys.stderr)
     return ExitCode.DONE
 
 
 def prune_command(args: Namespace) -> int:
-    from hpc_train.checkpoint.folders.find import checkpoints_folder
     from hpc_train.checkpoint.folders.pruning import carry_out, plan_pruning
     from hpc_train.checkpoint.progress import Progress
 
-    root = _existing(checkpoints_folder(args.run))
+    root = _folder_of_checkpoints(args.run)
     with Progress("reading the newest one") as progress:
         pruning = plan_pruning(root, args.keep, args.every, progress)
     if not args.dry_run:
@@ -156,9 +159,25 @@ def prune_command(args: Namespace) -> int:
     return ExitCode.DONE
 
 
-def _existing(root: Location) -> Location:
+def _folder_of_checkpoints(place: str) -> Location:
+    """Where a run's checkpoints are.
+
+    Raises:
+        CheckpointError: it is no folder, or a checkpoint itself.
+    """
+    from hpc_train.checkpoint.folders.find import checkpoints_folder, is_checkpoint
+    from hpc_train.checkpoint.stores.location import locate
+
+    path = locate(place)
+    if not path.is_folder():
+        raise CheckpointError(f"{path} is not a folder; give a run folder, or one with checkpoints")
+    if is_checkpoint(path):
+        raise CheckpointError(f"{path} is one checkpoint; give its run folder, or the folder that it lies in")
+    root = checkpoints_folder(path)
     if not root.is_folder():
-        raise CheckpointError(f"{root} is not a folder; give a run folder, or one with checkpoints")
+        raise CheckpointError(
+            f"{root}, where {path} says that its checkpoints are, is not a folder; mount its file system, if it is not"
+        )
     return root
 
 

@@ -15,6 +15,8 @@ from hpc_train.errors import CheckpointError, ConfigError
 
 _STATE_VERSION = 1
 _ORDERING = ("seq_len", "long_documents", "seed", "packed")
+_SETTINGS = {"seq_len": "data.seq_len", "long_documents": "data.long_documents", "seed": "train.seed"}
+"""By which keys of the configuration users change these."""
 """What the order of all sources' rows depends on, beside the sources."""
 
 
@@ -259,7 +261,7 @@ def _hash(blend: Mapping[str, Any]) -> str:
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = [
-        f"{name} was {_value(saved, name)} and is {_value(now, name)}"
+        f"{_SETTINGS.get(name, name)} was {_value(saved, name)} and is {_value(now, name)}"
         for name in _ORDERING
         if _value(saved, name) != _value(now, name)
     ]

@@ -76,6 +76,16 @@ def test_a_file_is_no_checkpoint(tmp_path, capsys):
         assert "file is no folder. Give a checkpoint (a folder with manifest.json)" in capsys.readouterr().err
 
 
+def test_ls_and_prune_ask_for_a_folder_of_checkpoints(run, capsys):
+    (run / "file").write_text("x")
+    checkpoint = run / "checkpoints/step_0000003"
+    for words in (["ls"], ["prune", "--keep", "1"]):
+        assert main(["ckpt", *words, str(run / "file")]) == ExitCode.CHECKPOINT
+        assert "file is not a folder; give a run folder" in capsys.readouterr().err
+        assert main(["ckpt", *words, str(checkpoint)]) == ExitCode.CHECKPOINT
+        assert "step_0000003 is one checkpoint; give its run folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["file/out", "loop/out", "x" * 300, "x" * 240])
 def test_a_place_that_cannot_be_is_told_in_words(place, tmp_path, capsys):
     hf = make_hf_folder(tmp_path, "gpt")
@@ -88,8 +98,13 @@ def test_a_place_that_cannot_be_is_told_in_words(place, tmp_path, capsys):
 
 
 def test_verify_reads_every_byte(run, capsys):
-    assert main(["ckpt", "verify", str(run)]) == 0
-    assert "step_0000003: sound" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(run)]) == ExitCode.CHECKPOINT, "the newest one is not sound"
+    said = capsys.readouterr().out
+    assert "step_0000012: damaged" in said and "step_0000003: sound" in said
+    shutil.copytree(run / "checkpoints/step_0000003", run / "two/checkpoints/step_0000003")
+    (run / "two/checkpoints/step_0000002").mkdir()
+    assert main(["ckpt", "verify", str(run / "two")]) == 0
+    assert "step_0000002" not in capsys.readouterr().out
     assert main(["ckpt", "verify", str(run), "--all"]) == ExitCode.CHECKPOINT
     said = capsys.readouterr().out
     assert "step_0000012: damaged" in said
@@ -140,7 +155,8 @@ def test_sizes() -> None:
 def test_ls_and_verify_leave_torch_alone(run):
     code = (
         "import sys\nfrom hpc_train.cli import main\n"
-        "assert main(['ckpt', 'ls', sys.argv[1]]) == 0\nassert main(['ckpt', 'verify', sys.argv[1]]) == 0\n"
+        "assert main(['ckpt', 'ls', sys.argv[1]]) == 0\n"
+        "assert main(['ckpt', 'verify', sys.argv[1] + '/checkpoints/step_0000003']) == 0\n"
         "found = sorted({'torch', 'mpi4py'} & set(sys.modules))\nassert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True, timeout=60)

@@ -158,9 +158,9 @@ def test_a_blend_with_limited_epochs_ends_and_gives_every_row_once():
         ({"rows": (16, 8, 8)}, "2 sources became 3"),
         ({"rows": (16, 9)}, "num_documents of data/1 was 8 and is 9"),
         ({"rows": (8, 16), "hashes": ["hash1", "hash0"], "prefixes": ["data/1", "data/0"]}, "source 0 was data/0"),
-        ({"seed": 2}, "seed was 1 and is 2"),
-        ({"seq_len": 8}, "seq_len was 4 and is 8"),
-        ({"policy": "drop"}, "long_documents was split and is drop"),
+        ({"seed": 2}, "train.seed was 1 and is 2"),
+        ({"seq_len": 8}, "data.seq_len was 4 and is 8"),
+        ({"policy": "drop"}, "data.long_documents was split and is drop"),
     ],
 )
 def test_a_changed_blend_is_refused_and_the_change_named(change, message):

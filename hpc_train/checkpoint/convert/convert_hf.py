@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hpc_train.checkpoint.convert.foreign_dcp import is_foreign_dcp
@@ -79,9 +80,10 @@ def convert(
         _compare(checkpoint, spec)
     if to == "dcp":
         _refuse_without_effect(of_hf, "to a checkpoint of torch")
-        return export_dcp(checkpoint, into, chosen, spec, progress)
+        return replace(export_dcp(checkpoint, into, chosen, spec, progress), checkpoint=checkpoint)
     _refuse_without_effect({"--ignore": ignore}, "to a Hugging Face folder")
-    return export_hf(checkpoint, into, chosen, spec, max_shard_bytes, tokenizer, progress)
+    done = export_hf(checkpoint, into, chosen, spec, max_shard_bytes, tokenizer, progress)
+    return replace(done, checkpoint=checkpoint)
 
 
 def _compare(checkpoint: Location, spec: ModelSpec) -> None:

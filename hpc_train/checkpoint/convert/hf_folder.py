@@ -29,7 +29,7 @@ CARRIED = (
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. dtypes: the types of its tensors, by torch's names."""
+    """What was written. dtypes: the types of its tensors, by torch's names. checkpoint: of ours, that was read."""
 
     target: Location
     direction: str
@@ -38,6 +38,7 @@ class Converted:
     num_bytes: int
     dtypes: tuple[str, ...]
     carried: tuple[str, ...]
+    checkpoint: Location | None = None
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

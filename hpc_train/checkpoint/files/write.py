@@ -146,8 +146,13 @@ def write_new_file(
 
 
 def in_words(problem: BaseException, root: Location) -> str:
-    """The problem, and the space left where it may be the cause."""
+    """The problem, and the space left where it may be the cause; of what is gone, who may have removed it."""
     text = f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, FileNotFoundError):
+        return (
+            f"{text}. {root}, or what was being written in it, was removed or unmounted meanwhile; restore or mount "
+            "it, and start again"
+        )
     try:
         free = shutil.disk_usage(root.local).free if root.local is not None else None
     except OSError:

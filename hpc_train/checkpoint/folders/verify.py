@@ -59,6 +59,8 @@ def verify(folder: Location, progress: Advance = UNHEARD) -> Iterator[str]:
         CheckpointError: there is no manifest that could be compared with, or a file is not as long as it says.
     """
     manifest = read_manifest(folder)
+    if not manifest.tensors:
+        yield f"the manifest of {folder} names no tensor"
     boxes: dict[str, list[tuple[str, StoredBox]]] = {}
     for name, tensor in manifest.tensors.items():
         held = sum(stored.box.num_elements for stored in tensor.boxes)

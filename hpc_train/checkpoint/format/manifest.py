@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpc_train.checkpoint.format.stored_boxes import StoredBox, StoredBoxes
 from hpc_train.checkpoint.stores.location import Location, Place, locate
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
+from hpc_train.plan.json_object import check_kind, parse_object
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
@@ -92,15 +94,21 @@ def parse_manifest(text: str, folder: Location) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        tree = json.loads(checked_text(text, str(path)))
-        version = int(tree["format_version"])
+        tree = parse_object(checked_text(text, str(path)), {"format_version": (int,)})
+        version = tree["format_version"]
         if version > FORMAT_VERSION:
             raise NewerFormatError(
                 f"{path} has format version {version}, this hpc_train reads {FORMAT_VERSION}; use a newer hpc_train"
             )
+        for key, kind in {"step": int, "values": dict, "tensors": dict}.items():
+            if key not in tree:
+                raise ValueError(f"it lacks the key {key!r}")
+            check_kind(key, tree[key], (kind,))
         return _parse_version_1(tree) if version == 1 else _parse(tree)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, so it is damaged or no manifest of ours: {type(error).__name__}: {error}"
+        ) from None
 
 
 def with_checksum(text: str) -> str:
@@ -122,23 +130,36 @@ def checked_text(text: str, where: str) -> str:
 
 
 def _parse(tree: dict[str, Any]) -> Manifest:
-    files = {str(name): int(num_bytes) for name, num_bytes in tree["files"]}
+    files = _files(tree["files"])
     names = tuple(files)
     tensors = {}
     for name, told in tree["tensors"].items():
         shape, item_bytes = tuple(told["shape"]), element_bytes(told["dtype"])
         boxes = StoredBoxes.from_plain(told["boxes"], len(shape), item_bytes, names)
         tensors[name] = StoredTensor(told["dtype"], shape, boxes)
-    return Manifest(int(tree["step"]), tree["values"], tensors, files)
+    return Manifest(tree["step"], tree["values"], tensors, files)
+
+
+def _files(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sizes by name; each lies in the checkpoint's own folder."""
+    files = dict(pairs)
+    for name, num_bytes in files.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file in this folder")
+        if type(num_bytes) is not int or num_bytes < 0:
+            raise ValueError(f"the file {name} cannot have {num_bytes!r} bytes")
+    return files
 
 
 def _parse_version_1(tree: dict[str, Any]) -> Manifest:
-    tensors = {}
+    tensors, files = {}, _files(tree["files"].items())
     for name, told in tree["tensors"].items():
         shape, stored = tuple(told["shape"]), [_parse_box(box) for box in told["boxes"]]
+        if others := {box.file for box in stored} - files.keys():
+            raise ValueError(f"{name} lies in {min(others)!r}, which is none of its files")
         boxes = StoredBoxes.of(stored, len(shape), element_bytes(told["dtype"]))
         tensors[name] = StoredTensor(told["dtype"], shape, boxes)
-    return Manifest(int(tree["step"]), tree["values"], tensors, tree["files"])
+    return Manifest(tree["step"], tree["values"], tensors, files)
 
 
 def _parse_box(tree: dict[str, Any]) -> StoredBox:

@@ -22,7 +22,7 @@ from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.checkpoint.stores.local_store import LocalBackend
-from hpc_train.checkpoint.stores.location import Location
+from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Store
 from hpc_train.errors import CheckpointError, ConfigError
 from hpc_train.train.state import state_pieces
@@ -407,7 +407,8 @@ def test_an_older_checkpoint_is_taken_where_the_newest_is_not_whole(tmp_path):
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(CheckpointError, match="num_heads is 4 there and 2 here"):
         convert(tmp_path / "run", tmp_path / "hf", config=str(tmp_path / "other.yaml"))
-    convert(tmp_path / "run", tmp_path / "hf")
+    done = convert(tmp_path / "run", tmp_path / "hf")
+    assert done.checkpoint == locate(tmp_path / "run/checkpoints/step_0000003")
     assert read_header(tmp_path / "hf" / SINGLE_FILE)
 
 

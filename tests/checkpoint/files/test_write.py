@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint.files.write import Abandoned, Flow, write_boxes, write_new_file
+from hpc_train.checkpoint.files.write import Abandoned, Flow, in_words, write_boxes, write_new_file
 from hpc_train.checkpoint.format.placed import place_boxes
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Cause, StoreError
@@ -110,3 +110,12 @@ def test_boxes_lie_where_they_were_placed(tmp_path: Path) -> None:
     assert [box.placed for box in written] == placed
     assert [content[box.start : box.start + box.num_bytes] for box in placed] == data
     assert len(content) == placed[-1].item_start + placed[-1].item_bytes
+
+
+def test_a_folder_that_is_removed_beneath_a_save_is_told_with_its_cure(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with pytest.raises(FileNotFoundError) as caught:
+        (root / "file").write_text("x")
+    assert f". {root}, or what was being written in it, was removed or unmounted" in in_words(
+        caught.value, locate(root)
+    )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpc_train.checkpoint.format.manifest import Manifest, StoredTensor, parse_manifest
+from hpc_train.checkpoint.format.manifest import Manifest, StoredTensor, parse_manifest, with_checksum
 from hpc_train.checkpoint.format.stored_boxes import StoredBox, StoredBoxes
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.errors import CheckpointError
@@ -37,6 +37,11 @@ def _manifest() -> Manifest:
 
 def _count(stored: StoredBox) -> int:
     return stored.box.num_elements
+
+
+def _first_version(file: str) -> dict[str, object]:
+    box = {"box": {"offsets": [0], "sizes": [1]}, "file": file, "start": 0, "num_bytes": 4, "crc32": 1}
+    return {"dtype": "float32", "shape": [1], "boxes": [box]}
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
@@ -70,4 +75,34 @@ def test_columns_that_do_not_belong_together_are_refused(column: str, numbers: l
     del tree["checksum"]
     tree["tensors"]["weight"]["boxes"][column] = numbers
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        parse_manifest(json.dumps(tree), locate("/there"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"step": "5"}, "its key 'step' is text, and not a whole number"),
+        ({"step": None}, "'step' is null"),
+        ({"tensors": []}, "its key 'tensors' is a list, and not an object"),
+        ({"values": 1}, "its key 'values' is a whole number, and not an object"),
+        ({"format_version": "2"}, "'format_version' is text"),
+        ({"files": [["../step_0000015/x", 9]]}, "'../step_0000015/x' is no name of a file in this folder"),
+        ({"files": [["/x", 9]]}, "'/x' is no name of a file"),
+        ({"files": [["x", "9"]]}, "the file x cannot have '9' bytes"),
+        ({"format_version": 1, "files": {"..": 9}}, "'..' is no name of a file"),
+        (
+            {"format_version": 1, "files": {}, "tensors": {"w": _first_version("../x")}},
+            "w lies in '../x', which is none",
+        ),
+    ],
+)
+def test_what_is_no_manifest_of_ours_is_refused_with_what_is_wrong(changes: dict[str, object], told: str) -> None:
+    tree = json.loads(_manifest().to_json())
+    del tree["checksum"]
+    with pytest.raises(
+        CheckpointError, match=rf"manifest\.json cannot be read, so it is .* no manifest of ours: .*{told}"
+    ):
+        parse_manifest(with_checksum(json.dumps({**tree, **changes})), locate("/there"))
+    del tree["values"]
+    with pytest.raises(CheckpointError, match="it lacks the key 'values'"):
         parse_manifest(json.dumps(tree), locate("/there"))
