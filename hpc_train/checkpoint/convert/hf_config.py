@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
-from hpc_train.config import LARGEST_SIZE, ModelConfig
+from hpc_train.config import ModelConfig
+from hpc_train.config_values import LARGEST_SIZE
 from hpc_train.errors import CheckpointError
 
 FAMILIES = {"llama": "llama", "gpt2": "gpt"}
