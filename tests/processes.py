@@ -19,7 +19,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that happens."""
+    """Have the kernel kill this process when its parent's thread that started it ends, however that happens."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

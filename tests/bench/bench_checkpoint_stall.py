@@ -8,9 +8,11 @@ whose parts come in turn and begin together on all ranks:
     async_stall   torch.distributed.checkpoint.async_save, with a FileSystemWriter that syncs: until it returns
     dcp           torch.distributed.checkpoint.save with the same writer: until it returns
 
-Figures are those of the slowest rank; ratios are of one round, and their median over rounds. The first round warms up
-and is printed apart. `largest_growth_mib`: the most that anonymous and shared memory of a rank or of the agent grew by
-during a warm save of the agent, seen every 5 ms (/proc/PID/status, RssAnon and RssShmem).
+Timed is from the first rank's begin to the last one's end: training goes on when all ranks can, and where there are
+more ranks than cores some have done their copy before others begin. Ratios are of one round, and their median over
+rounds. The first round warms up and is printed apart. `largest_growth_mib`: the most that anonymous and shared memory
+of a rank or of the agent grew by during a warm save of the agent that is not timed, seen every 5 ms (/proc/PID/status,
+RssAnon and RssShmem).
 
 Prints JSON.
 
@@ -38,14 +40,24 @@ from tests.ranks import TestRank, run_ranks
 _TENSOR_ELEMENTS = 1 << 20
 """4 MiB each, and a matrix: as those of a model of some billion parameters over thousands of ranks."""
 
+_PAUSE_S = 0.3
+"""Behind each part: an agent removes the checkpoint before beside what follows on a save."""
 
-def rank_main(me: TestRank, folder: str, key: str, agent_pid: int, mib: int, rounds: int) -> list[dict[str, float]]:
-    """On each rank, the seconds of each round's parts."""
+
+Times = dict[str, tuple[float, float]]
+"""When each part began and ended, on the clock of time.perf_counter, which the processes of a machine share."""
+
+
+def rank_main(
+    me: TestRank, folder: str, key: str, agent_pid: int, mib: int, rounds: int
+) -> tuple[list[Times], list[int]]:
+    """On each rank, the times of each round's parts, and the most bytes that the memory grew by in each round."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     from hpc_train.checkpoint.format.state import StatePiece
-    from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget
+    from hpc_train.checkpoint.saving.agent_saves import AgentSaves
+    from hpc_train.checkpoint.saving.shared_memory import AgentTarget
     from hpc_train.checkpoint.stores.location import locate
     from hpc_train.plan.flat import Box
     from tests.worlds import make_world
@@ -67,47 +79,56 @@ def rank_main(me: TestRank, folder: str, key: str, agent_pid: int, mib: int, rou
     def writer(name: str) -> Any:
         return dcp.FileSystemWriter(root / name, single_file_per_rank=True, sync_files=True, overwrite=True)
 
-    def copy(number: int) -> dict[str, float]:
-        begin = time.perf_counter()
+    most_grown: list[int] = []
+    clock = time.perf_counter
+
+    def copy(number: int) -> Times:
+        begin = clock()
         kept.copy_(flat)
-        return {"copy": time.perf_counter() - begin}
+        return {"copy": (begin, clock())}
 
-    def agent(number: int) -> dict[str, float]:
+    def agent(number: int) -> Times:
+        begin = clock()
+        assert saves.save(2 * number + 1, pieces, {}, "wait")
+        goes_on = clock()
+        saves.settle()
+        return {"stall": (begin, goes_on), "durable": (begin, clock())}
+
+    def growth(number: int) -> Times:
         with _growth([os.getpid(), *([agent_pid] if me.rank == 0 else [])]) as grown:
-            begin = time.perf_counter()
-            assert saves.save(number + 1, pieces, {}, "wait")
-            stall = time.perf_counter() - begin
+            assert saves.save(2 * number + 2, pieces, {}, "wait")
             saves.settle()
-            durable = time.perf_counter() - begin
-        return {"stall": stall, "durable": durable, "grown_bytes": float(max(grown))}
+        most_grown.append(max(grown))
+        return {}
 
-    def asynchronous(number: int) -> dict[str, float]:
-        begin = time.perf_counter()
+    def asynchronous(number: int) -> Times:
+        begin = clock()
         future = dcp.async_save(state, storage_writer=writer(f"async-{number}"))
-        stall = time.perf_counter() - begin
+        goes_on = clock()
         future.result()
-        return {"async_stall": stall}
+        return {"async_stall": (begin, goes_on)}
 
-    def synchronous(number: int) -> dict[str, float]:
-        begin = time.perf_counter()
+    def synchronous(number: int) -> Times:
+        begin = clock()
         dcp.save(state, storage_writer=writer(f"dcp-{number}"))
-        return {"dcp": time.perf_counter() - begin}
+        return {"dcp": (begin, clock())}
 
-    parts: list[Callable[[int], dict[str, float]]] = [copy, agent, asynchronous, synchronous]
+    parts: list[Callable[[int], Times]] = [copy, agent, growth, asynchronous, synchronous]
     found = []
     for number in range(rounds + 1):
-        seconds: dict[str, float] = {}
-        for part in parts[number % 4 :] + parts[: number % 4]:
+        times: Times = {}
+        for part in parts[number % len(parts) :] + parts[: number % len(parts)]:
             world.control.barrier()
-            seconds |= part(number)
+            times |= part(number)
             world.control.barrier()
             if me.rank == 0:
                 for path in [*root.glob("async-*"), *root.glob("dcp-*")]:
                     shutil.rmtree(path)
+                time.sleep(_PAUSE_S)
                 os.sync()  # what one part has written is not left for the next one to wait for
-        found.append(seconds)
+        found.append(times)
     saves.close()
-    return found
+    return found, most_grown
 
 
 @contextmanager
@@ -136,26 +157,28 @@ def _memory_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
 
 
-def report(of_ranks: list[list[dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
-    """What is printed; of_ranks: each rank's rounds."""
-    slowest = [
-        {name: max(found[name] for found in of_round) for name in of_round[0]}
-        for of_round in zip(*of_ranks, strict=True)
-    ]
-    warm = slowest[1:]
+def report(of_ranks: list[tuple[list[Times], list[int]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """What is printed; of_ranks: what each rank returned."""
+    rounds = [_seconds(list(of_round)) for of_round in zip(*(times for times, _ in of_ranks), strict=True)]
+    warm = rounds[1:]
     pairs = [("stall", "copy"), ("stall", "async_stall"), ("durable", "dcp")]
     ratios = {f"{ours} / {theirs}": [found[ours] / found[theirs] for found in warm] for ours, theirs in pairs}
-    names = [name for name in warm[0] if name != "grown_bytes"]
     return {
-        "what": "seconds of the slowest rank, medians of warm rounds; ratios within a round",
+        "what": "seconds of all ranks together, medians of warm rounds; ratios within a round",
         "settings": settings,
         "load_average": os.getloadavg(),
-        "seconds": {name: statistics.median(found[name] for found in warm) for name in names},
-        "first_round_seconds": {name: slowest[0][name] for name in names},
+        "seconds": {name: statistics.median(found[name] for found in warm) for name in warm[0]},
+        "first_round_seconds": rounds[0],
         "ratio": {pair: statistics.median(values) for pair, values in ratios.items()},
         "ratio_range": {pair: (min(values), max(values)) for pair, values in ratios.items()},
-        "largest_growth_mib": max(found["grown_bytes"] for found in warm) / 2**20,
+        "largest_growth_mib": max(max(grown[1:]) for _, grown in of_ranks) / 2**20,
     }
+
+
+def _seconds(of_ranks: list[Times]) -> dict[str, float]:
+    """From the first rank's begin to the last one's end, of each part of a round."""
+    ends = {name: [times[name] for times in of_ranks] for name in of_ranks[0]}
+    return {name: max(end for _, end in spans) - min(begin for begin, _ in spans) for name, spans in ends.items()}
 
 
 def main() -> None:

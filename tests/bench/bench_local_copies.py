@@ -47,7 +47,8 @@ def rank_main(
     from hpc_train.checkpoint.folders.attempt import attempt_of
     from hpc_train.checkpoint.format.state import StatePiece
     from hpc_train.checkpoint.loading.load import load_newest
-    from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget
+    from hpc_train.checkpoint.saving.agent_saves import AgentSaves
+    from hpc_train.checkpoint.saving.shared_memory import AgentTarget
     from hpc_train.checkpoint.stores.location import locate
     from hpc_train.config import LocalCopiesConfig
     from hpc_train.plan.flat import Box

@@ -8,21 +8,15 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, final
 
 from hpc_train.checkpoint.copies.local_saves import LocalCopies
-from hpc_train.checkpoint.folders.attempt import attempt_of
-from hpc_train.checkpoint.format.placed import PlacedBox
 from hpc_train.checkpoint.format.state import StatePiece
-from hpc_train.checkpoint.format.torch_index import index_bytes
+from hpc_train.checkpoint.saving.agent_link import AgentLink
 from hpc_train.checkpoint.saving.pending_save import (
-    PATIENCE_S,
     PendingSave,
     poll,
     problem_of,
@@ -31,18 +25,12 @@ from hpc_train.checkpoint.saving.pending_save import (
     raise_where_stuck,
     says_committed,
 )
-from hpc_train.checkpoint.saving.snapshot import Snapshot, snapshot_bytes
-from hpc_train.checkpoint.stores.location import Location
-from hpc_train.cluster.agent_address import AgentConnection, AgentGone
-from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits, AgentWait, words_meanwhile
-from hpc_train.cluster.limits import available_memory_bytes
-from hpc_train.cluster.memory_segment import Segment
+from hpc_train.checkpoint.saving.shared_memory import AgentTarget, share_memory
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 
-_OPEN_S = 180.0
-"""For an agent to map the memory and to see the store; assumed: that answers within its own patience, 120 s."""
 _FOLDER_S = 60.0
 """For an agent to make a folder on its node's disk; assumed: a node that swaps."""
 
@@ -55,24 +43,6 @@ class SaveFailed(CheckpointError):
     def __init__(self, step: int, why: str) -> None:
         super().__init__(f"step {step} was not saved: {why}")
         self.step, self.why = step, why
-
-
-@dataclass(frozen=True)
-class AgentTarget:
-    """What agents are told once: where checkpoints go, and as the configuration has them.
-
-    note_dir: the run folder, where it has to be told of the newest step because checkpoints lie elsewhere.
-    """
-
-    root: Location
-    keep: int
-    bytes_per_s: float | None
-    finish_s: float
-    note_dir: Path | None
-
-    def to_plain(self) -> dict[str, Any]:
-        note_dir = str(self.note_dir) if self.note_dir is not None else None
-        return {"root": str(self.root), "keep": self.keep, "bytes_per_s": self.bytes_per_s, "note_dir": note_dir}
 
 
 @dataclass(frozen=True)
@@ -105,37 +75,26 @@ class AgentSaves:
         Raises:
             HpcTrainError: on every rank: some node has no agent, or not the memory, or its agent not the store.
         """
-        self._world, self._agent, self._report, self._limits = world, agent, report, limits
-        self._root, self._speak = target.root, warn if world.local_rank == 0 else None
-        self._session = str(world.control.broadcast(secrets.token_hex(4) if world.rank == 0 else None))
+        self._world, self._report, self._root = world, report, target.root
         self._num_begun = 0
         self._pending: PendingSave | None = None
-        self._connection: AgentConnection | None = None
-        self._gone: str | None = None
         self._lost_step: int | None = None
-        self._snapshot: Snapshot | None = None
         self._copies: LocalCopies | None = None
-        self._together(self._connect)
-        self._check_memory(snapshot_bytes(pieces, world.rank))
-        self._together(lambda: self._take_memory(pieces))
-        assert self._snapshot is not None
-        placed = world.control.gather([box.to_plain() for box in self._snapshot.placed])
-        with self._trial(target.root) as trial:
-            self._together(lambda: self._pass_on(target, placed, trial))
+        self._link = AgentLink(world, agent, limits)
+        self._snapshot = share_memory(self._link, target, pieces)
 
     def open_copies(self, copies: LocalCopies) -> None:
         """Have saves copied to the nodes' own disks too. Raises as `LocalCopies.open`."""
-        assert self._connection is not None and self._snapshot is not None
         num_bytes = sum(box.item_bytes for box in self._snapshot.placed)
 
         def hangs(seconds: float) -> HpcTrainError:
             return CheckpointError(
-                f"checkpoint.local.path: {copies.folder.path} has not answered the node agent of {self._agent[1]} in "
+                f"checkpoint.local.path: {copies.folder.path} has not answered the node agent of {self._link.node} in "
                 f"{seconds:.0f} s: that disk hangs. Leave the node out, or checkpoint.local"
             )
 
-        wait = self._wait("the folder of local copies", _FOLDER_S, hangs)
-        copies.open(self._session, self._connection, num_bytes, wait)
+        wait = self._link.wait("the folder of local copies", _FOLDER_S, hangs)
+        copies.open(self._link.session, self._link.connection, num_bytes, wait)
         self._copies = copies
 
     def save(
@@ -160,7 +119,6 @@ class AgentSaves:
                 more.
             CheckpointError: on every rank: nothing gets on in the store.
         """
-        assert self._snapshot is not None
         begin, before = time.perf_counter(), self._pending
         if before is not None:
             before.wait_from = begin
@@ -177,10 +135,10 @@ class AgentSaves:
             assert self._copies is not None
             message["copy"] = self._copies.order()
         # An agent that has ended is noticed by all together, at the next save.
-        self._ask({**message, "values": values} if self._world.rank == 0 else message)
+        self._link.ask({**message, "values": values} if self._world.rank == 0 else message)
         self._pending = PendingSave(token, step, time.perf_counter() - begin, is_for_store)
         if self._world.rank == 0 and is_for_store:
-            self._pending.listen(self._agent, self._session, self._limits.silence_s)
+            self._link.listen(self._pending)
             say(f"step {step} is copied in {self._pending.copy_s:.2f} s; the node agents write it")
         return True
 
@@ -222,7 +180,7 @@ class AgentSaves:
             self._pending = None
 
     def _settle_store(self, pending: PendingSave) -> None:
-        answers = self._hear_all(self._outcome(pending, commit=False), pending.step)
+        answers = self._link.hear_all(self._outcome(pending, commit=False), pending.step)
         raise_where_stuck(answers)
         problem = next(filter(None, map(problem_of, answers)), None)
         if problem is not None:
@@ -254,92 +212,17 @@ class AgentSaves:
 
     def close(self) -> None:
         """Leave the agent, which writes on, and give the memory back. Not collective."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._snapshot is not None:
-            self._snapshot.close()
-
-    def _connect(self) -> None:
-        self._connection = AgentConnection.open_patiently(*self._agent, PATIENCE_S)
-
-    def _take_memory(self, pieces: Sequence[StatePiece]) -> None:
-        self._snapshot = Snapshot(pieces, self._world.rank)
-
-    def _check_memory(self, num_bytes: int) -> None:
-        """Refuse what the node's ranks together do not get: the kernel would end one of them instead."""
-        world = self._world
-        told = world.control.all_gather([world.node_rank, num_bytes])
-        of_node = [count for node_rank, count in told if node_rank == world.node_rank]
-
-        def check() -> None:
-            available = available_memory_bytes()
-            if available is not None and sum(of_node) > available:
-                raise CheckpointError(
-                    f"{sum(of_node) / 2**20:.1f} MiB of memory for the copies of the {len(of_node)} ranks of "
-                    f"{world.node} are not to be had: {available / 2**20:.1f} MiB are available there, within the "
-                    "limits of the job. Give the job more memory (--mem)."
-                )
-
-        self._together(check)
-
-    @contextmanager
-    def _trial(self, root: Location) -> Iterator[str]:
-        """The name of a file in the store by which agents see that they look at the same one."""
-        name = f".trial.tmp-{self._session}"
-
-        def put() -> None:
-            if self._world.rank == 0:
-                root.make_folder()
-                (root / name).write_text("seen\n")
-
-        try:
-            self._together(put)
-            yield name
-        finally:
-            if self._world.rank == 0:
-                with suppress(CheckpointError, OSError):
-                    (root / name).remove()
-
-    def _pass_on(self, target: AgentTarget, placed: Sequence[Sequence[Mapping[str, Any]]] | None, trial: str) -> None:
-        """Give the agent this rank's memory, and on rank 0 torch's index of all ranks' boxes."""
-        world, snapshot, connection = self._world, self._snapshot, self._connection
-        assert snapshot is not None and connection is not None
-        segments = [snapshot.segment]
-        message = {
-            "say": "checkpoint.open",
-            "session": self._session,
-            "rank": world.rank,
-            "count": world.local_world_size,
-            "node_rank": world.node_rank,
-            "num_nodes": world.num_nodes,
-            "target": {**target.to_plain(), "attempt": attempt_of(self._agent[0])},
-            "trial": trial,
-            "finish_s": target.finish_s,
-            "placed": [box.to_plain() for box in snapshot.placed],
-            "offsets": snapshot.offsets,
-        }
-        try:
-            if placed is not None:
-                index = index_bytes([PlacedBox.from_plain(box) for of_rank in placed for box in of_rank])
-                segments.append(Segment.create("checkpoint.index", len(index)))
-                segments[1].write(0, index)
-            wait = self._wait("its look at the store", _OPEN_S, self._sees_nothing)
-            descriptors = [segment.descriptor for segment in segments]
-            answer, _ = connection.ask(message, descriptors, timeout_s=self._limits.silence_s, look=wait.look)
-        finally:
-            for segment in segments:
-                segment.close()
-        if "error" in answer:
-            raise CheckpointError(f"the node agent of {self._agent[1]} does not take the state: {answer['error']}")
+        self._link.close()
+        self._snapshot.close()
 
     def _begin(self, step: int, when_busy: str, hurry: bool, is_for_store: bool) -> str | None:
         """The token of a save that is begun on every node; None where the one before is not done on some."""
         self._num_begun += 1
-        token = f"{self._session}{self._num_begun:08x}"
+        token = f"{self._link.session}{self._num_begun:08x}"
         pending = self._pending
         asked = {"token": token, "step": step, "hurry": hurry, "is_for_store": is_for_store}
         message = {"say": "checkpoint.begin", **asked}
-        answers = self._hear_all(self._ask(message), step)
+        answers = self._link.hear_all(self._link.ask(message), step)
         told = [answer["failed"] for answer in answers if answer.get("failed")]
         failed = [why for of_token, why in told if pending is not None and pending.is_failed_by(of_token)]
         busy = next((answer["busy"] for answer in answers if answer.get("busy")), None)
@@ -347,7 +230,7 @@ class AgentSaves:
         is_news = bool(failed) and pending is not None and not pending.is_raised
         if self._copies is not None and is_for_store and not (is_news or busy or is_gone):
             # Only now, since a save that is left out stops no copies; and all of them, before any memory changes.
-            answers = self._world.control.all_gather(self._ask({**message, "is_sure": True}))
+            answers = self._world.control.all_gather(self._link.ask({**message, "is_sure": True}))
             is_gone = any("gone" in answer for answer in answers)
         if not (is_news or busy or is_gone):
             if pending is not None and pending.is_for_store and not pending.is_raised:
@@ -357,7 +240,7 @@ class AgentSaves:
             if self._copies is not None:
                 self._copies.hear(answers)
             return token
-        self._ask({"say": "checkpoint.cancel", "token": token})
+        self._link.ask({"say": "checkpoint.cancel", "token": token})
         if pending is not None and (is_gone or is_news):
             self._abandon(pending, failed[0] if failed else "the agent of another node has ended")
         if is_gone:
@@ -392,22 +275,22 @@ class AgentSaves:
         """What has become of a save at this rank's agent, waiting for it (see `node_writer`). Not collective."""
         if commit and pending.is_committed:
             return {"is_known": True, "failed": None, "seconds": 0.0}
-        message = {"say": "checkpoint.outcome", "session": self._session, "token": pending.token, "commit": commit}
+        message = {"say": "checkpoint.outcome", "session": self._link.session, "token": pending.token, "commit": commit}
 
         def sticks(seconds: float) -> HpcTrainError:
             return CheckpointError(
-                f"the save of step {pending.step} does not get on: the node agent of {self._agent[1]} lives, but "
+                f"the save of step {pending.step} does not get on: the node agent of {self._link.node} lives, but "
                 f"nothing has moved for {seconds:.0f} s{progress_of(answer)}, so {self._root} does not answer there. "
                 "What was saved before stands. Look at the file system; one call of it may take launch.timeout_s and "
                 "two minutes"
             )
 
         answer: dict[str, Any] = {}
-        wait = self._wait(f"the save of step {pending.step}", self._limits.save_s, sticks)
+        wait = self._link.wait(f"the save of step {pending.step}", self._link.limits.save_s, sticks)
 
         def ask() -> dict[str, Any]:
             nonlocal answer
-            answer = self._ask(message)
+            answer = self._link.ask(message)
             if not answer.get("is_known", True):
                 wait.look(True, answer.get("moved"), progress_of(answer))
             return answer
@@ -417,40 +300,8 @@ class AgentSaves:
         except CheckpointError as problem:
             return {"stuck": str(problem)}
 
-    def _hear_all(self, answer: dict[str, Any], step: int) -> list[dict[str, Any]]:
-        """All ranks' answers. Collective."""
-        tell = self._speak if self._world.rank == 0 and self._world.num_nodes > 1 else None
-        what = f"ranks of other nodes at the save of step {step}, which may wait for their node agents (logs/NODE.log)"
-        with words_meanwhile(tell, what):
-            return self._world.control.all_gather(answer)
-
-    def _wait(self, what: str, hang_s: float, hangs: Callable[[float], HpcTrainError]) -> AgentWait:
-        """One for what the agent says later, and is asked meanwhile whether it lives."""
-        return AgentWait(self._agent, what, self._limits.silence_s, self._speak, hang_s=hang_s, hangs=hangs)
-
-    def _sees_nothing(self, seconds: float) -> HpcTrainError:
-        return CheckpointError(f"{self._root} does not answer the node agent of {self._agent[1]} in {seconds:.0f} s")
-
-    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The agent's answer; `gone` with the reason where there is none, or it has lost what it was told."""
-        assert self._connection is not None
-        node, silence_s = self._agent[1], self._limits.silence_s
-        if self._gone is None:
-            # Answers to these wait for nothing, so that there is no need to ask for a sign of life.
-            wait = AgentWait(self._agent, "an answer about checkpoints", silence_s, self._speak)
-            try:
-                answer, _ = self._connection.ask(message, timeout_s=silence_s, look=lambda: wait.look(answers=False))
-                if "error" not in answer:
-                    return answer
-                return {"gone": f"the node agent refuses: {answer['error']} (on {node})"}
-            except AgentGone as problem:
-                # An answer that came late would be taken for that of the next question.
-                self._connection.close()
-                self._gone = str(problem) if f"agent of {node}" in str(problem) else f"{problem} (on {node})"
-        return {"gone": self._gone}
-
     def _abandon(self, pending: PendingSave, why: str) -> None:
-        self._ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
+        self._link.ask({"say": "checkpoint.abandon", "token": pending.token, "reason": why})
 
     def _tell(self, pending: PendingSave, answer: Mapping[str, Any]) -> None:
         pending.is_committed = True
@@ -462,20 +313,3 @@ class AgentSaves:
             seconds = pending.copy_s + float(answer.get("seconds", time.perf_counter() - pending.copied_at))
             stall_s = pending.stall_s
             self._report(Saved(pending.step, stall_s, max(stall_s, seconds)))
-
-    def _together(self, act: Callable[[], None]) -> None:
-        """Do what may fail on some ranks; where it does on any, all raise alike and hold nothing any more."""
-        error: HpcTrainError | None = None
-        try:
-            act()
-        except HpcTrainError as problem:
-            error = problem
-        except Exception as problem:
-            # Not raised as it is: one rank would end by what all can do without.
-            error = CheckpointError(f"{type(problem).__name__}: {problem}")
-            error.__cause__ = problem
-        try:
-            self._world.agree(error)
-        except HpcTrainError:
-            self.close()
-            raise

@@ -15,8 +15,9 @@ from hpc_train.checkpoint.folders.attempt import shut_out_agents
 from hpc_train.checkpoint.folders.folder import step_folder
 from hpc_train.checkpoint.folders.run_location import is_elsewhere, note_saved
 from hpc_train.checkpoint.format.state import StatePiece
-from hpc_train.checkpoint.saving.agent_saves import AgentSaves, AgentTarget, Saved, SaveFailed
+from hpc_train.checkpoint.saving.agent_saves import AgentSaves, Saved, SaveFailed
 from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.checkpoint.saving.shared_memory import AgentTarget
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits

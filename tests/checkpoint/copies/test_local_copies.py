@@ -25,7 +25,7 @@ from hpc_train.checkpoint.folders.attempt import attempt_of
 from hpc_train.checkpoint.folders.folder import step_folder, steps_newest_first
 from hpc_train.checkpoint.loading import load, local_load
 from hpc_train.checkpoint.loading.load import load_newest
-from hpc_train.checkpoint.saving import agent_saves
+from hpc_train.checkpoint.saving import agent_link, agent_saves
 from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
@@ -97,7 +97,7 @@ def _world(me: TestRank, num_nodes: int) -> World:
 
 
 def _listen(said: list[str]) -> None:
-    for module in (saver_module, agent_saves, local_saves, local_load, load):
+    for module in (saver_module, agent_saves, agent_link, local_saves, local_load, load):
         for name in ("say", "warn"):
             if hasattr(module, name):
                 setattr(module, name, said.append)

@@ -14,7 +14,7 @@ import pytest
 from hpc_train.checkpoint.files.write import Flow
 from hpc_train.checkpoint.folders.attempt import begin_attempt, require_attempt
 from hpc_train.checkpoint.folders.folder import steps_newest_first
-from hpc_train.checkpoint.saving import agent_saves, node_save, node_writer, snapshot
+from hpc_train.checkpoint.saving import agent_link, agent_saves, node_save, node_writer, shared_memory, snapshot
 from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
@@ -39,6 +39,7 @@ def said(monkeypatch: Patch) -> list[str]:
     for module in (saver_module, agent_saves):
         monkeypatch.setattr(module, "say", lines.append)
         monkeypatch.setattr(module, "warn", lines.append)
+    monkeypatch.setattr(agent_link, "warn", lines.append)
     return lines
 
 
@@ -443,7 +444,7 @@ def test_the_copies_of_all_ranks_of_a_node_must_fit_into_its_memory(
     tmp_path: Path, monkeypatch: Patch, said: list[str]
 ) -> None:
     one = snapshot.snapshot_bytes(plain_state.state(Alone(), None, ELEMENTS), 0) // 2  # type: ignore[arg-type]
-    monkeypatch.setattr(agent_saves, "available_memory_bytes", lambda: one + one // 2)
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: one + one // 2)
 
     def train(rank: ThreadRank) -> bool:
         return _save_once(rank, tmp_path / f"root{rank.world.num_nodes}", key)

@@ -14,7 +14,7 @@ import torch
 from hpc_train.checkpoint.folders.folder import steps_newest_first
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.format.state import StatePiece
-from hpc_train.checkpoint.saving import agent_saves, snapshot
+from hpc_train.checkpoint.saving import agent_link, agent_saves, snapshot
 from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import locate
@@ -39,7 +39,7 @@ class _Rank:
         self.durations: list[float] = []
         self.said: list[str] = []
         saver_module.say = saver_module.warn = self.said.append  # type: ignore[assignment]
-        agent_saves.say = agent_saves.warn = self.said.append  # type: ignore[assignment]
+        agent_saves.say = agent_saves.warn = agent_link.warn = self.said.append  # type: ignore[assignment]
         world, node = make_world(me), NODE
         if nodes > 1:
             node = f"n{me.rank + 1}"
@@ -206,7 +206,7 @@ def test_a_save_that_fails_beside_the_training_is_told_at_once_and_raised_alike_
 def _open_without(me: TestRank, root: str, key: str | None, writer: str, what: str) -> tuple[Any, list[str]]:
     if what == "memory" and me.rank == 1:
         snapshot.Segment.create = _no_memory  # type: ignore[method-assign]
-    agent_saves.PATIENCE_S = 0.2
+    agent_link.PATIENCE_S = 0.2
     rank = _Rank(me, root, key, writer=writer)
     try:
         return rank.save(1), rank.said
