@@ -258,11 +258,8 @@ def _dress_block(block: nn.Module, config: ModelConfig, split: TensorSplit, exch
 
 def _dress_attention(attention: Attention, config: ModelConfig, split: TensorSplit) -> None:
     heads, kv_heads = split.heads(config), split.kv_heads(config)
-    per_kv = config.num_heads // config.kv_heads
     attention.num_heads, attention.kv_heads = len(heads), len(kv_heads)
-    kv_of_head = tuple(head // per_kv - kv_heads.start for head in heads)
-    if kv_of_head != tuple(index * len(kv_heads) // len(heads) for index in range(len(heads))):
-        attention.kv_of_head = kv_of_head
+    attention.kv_of_head = split.kv_of_head(config)
     attention.q = _narrow(attention.q, out_features=len(heads) * config.head_size)
     attention.k = _narrow(attention.k, out_features=len(kv_heads) * config.head_size)
     attention.v = _narrow(attention.v, out_features=len(kv_heads) * config.head_size)

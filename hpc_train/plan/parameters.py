@@ -68,6 +68,13 @@ class TensorSplit:
         heads = self.heads(config)
         return range(heads[0] // per_kv, heads[-1] // per_kv + 1)
 
+    def kv_of_head(self, config: ModelConfig) -> tuple[int, ...] | None:
+        """For each query head which of its key/value heads it has; None where those have equal groups in order."""
+        per_kv, heads, kv_heads = config.num_heads // config.kv_heads, self.heads(config), self.kv_heads(config)
+        found = tuple(head // per_kv - kv_heads.start for head in heads)
+        group, left = divmod(len(heads), len(kv_heads))
+        return None if left == 0 and found == tuple(index // group for index in range(len(heads))) else found
+
     def vocabulary(self, config: ModelConfig) -> range:
         """The token ids of this place; sizes differ by one where tp does not divide the vocabulary."""
         size = config.vocab_size

@@ -89,6 +89,23 @@ def test_query_heads_have_their_key_value_heads_beside_them() -> None:
             assert {head // 3 for head in split.heads(config)} == set(split.kv_heads(config))
 
 
+def test_query_heads_name_their_key_value_heads_where_those_are_not_for_equal_groups() -> None:
+    for num_heads, kv_heads in ((n, k) for n in range(1, 25) for k in range(1, n + 1) if n % k == 0):
+        config = ModelConfig(
+            family="llama", num_layers=1, hidden_size=2 * num_heads, num_heads=num_heads, num_kv_heads=kv_heads,
+            ffn_hidden_size=48, vocab_size=31,
+        )  # fmt: skip
+        for tp in (degree for degree in range(1, num_heads + 1) if num_heads % degree == 0):
+            for place in range(tp):
+                split = TensorSplit(tp, place, False)
+                heads, own = split.heads(config), split.kv_heads(config)
+                named = split.kv_of_head(config)
+                if named is None:
+                    assert len(heads) % len(own) == 0, "attention takes equal groups alone"
+                    named = tuple(index // (len(heads) // len(own)) for index in range(len(heads)))
+                assert [own[index] for index in named] == [head * kv_heads // num_heads for head in heads]
+
+
 def test_a_vocabulary_that_does_not_divide_is_shared_out_to_the_last_id() -> None:
     config = make_model("gpt", None, tied=False)
     shares = [TensorSplit(4, place, False).vocabulary(config) for place in range(4)]
