@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
+from hpc_train.arguments import add_run
 from hpc_train.errors import ExitCode, HpcTrainError
 from hpc_train.launch.arguments import add_launch_parsers
 from hpc_train.launch.interactive_arguments import add_interactive_parsers
@@ -123,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Write the report of a run.",
         allow_abbrev=False,
     )
-    report.add_argument("run", metavar="RUN", help="run folder")
+    add_run(report)
     report.add_argument("--out", metavar="DIR", help="where to write (default: the run folder)")
     report.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
     return parser
@@ -252,19 +253,31 @@ def _doctor(options: argparse.Namespace) -> int:
 def _ckpt(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.command import run_ckpt_command
 
+    _find_run(options, {"ls": "run", "verify": "path", "convert": "source", "prune": "run"}[options.ckpt_command])
     return run_ckpt_command(options)
 
 
 def _report(options: argparse.Namespace) -> int:
     from hpc_train.observe.report import report_command
 
+    _find_run(options, "run")
     return report_command(options)
 
 
 def _trace(options: argparse.Namespace) -> int:
     from hpc_train.observe.trace_command import trace_command
 
+    _find_run(options, "run")
     return trace_command(options)
+
+
+def _find_run(options: argparse.Namespace, argument: str) -> None:
+    """Put its folder in the place of a run that an argument gives by job id or name."""
+    from pathlib import Path
+
+    from hpc_train.launch.find_run import folder_of_run
+
+    setattr(options, argument, folder_of_run(getattr(options, argument), Path(options.runs_dir)))
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

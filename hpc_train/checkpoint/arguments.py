@@ -1,9 +1,11 @@
-"""The arguments of `hpc-train ckpt`. Imports argparse alone: `--help` must start at once."""
+"""The arguments of `hpc-train ckpt`. Only argparse is imported here: `--help` must start at once."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
+
+from hpc_train.arguments import A_RUN, add_runs_dir
 
 _EXAMPLES = """\
 examples:
@@ -43,7 +45,8 @@ def _add_ls(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder or URL of checkpoints")
+    parser.add_argument("run", metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints")
+    add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
@@ -59,8 +62,9 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a checkpoint, or a run folder: its newest one and, until one is sound, those before; or a URL",
+        help=f"a checkpoint or its URL; or a run folder, {A_RUN}: its newest one and, until one is sound, those before",
     )
+    add_runs_dir(parser)
     parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
 
 
@@ -80,8 +84,11 @@ def _add_convert(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", metavar="SRC", help="Hugging Face folder, checkpoint, or run folder (its newest one); or a URL"
+        "source",
+        metavar="SRC",
+        help=f"Hugging Face folder or checkpoint, or a URL; or a run folder, {A_RUN}: its newest checkpoint",
     )
+    add_runs_dir(parser)
     parser.add_argument("target", metavar="DST", help="folder or URL to make; it must not exist")
     parser.add_argument(
         "--to",
@@ -124,7 +131,8 @@ def _add_prune(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="FOLDER", help="run folder, or a folder or URL of checkpoints")
+    parser.add_argument("run", metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints")
+    add_runs_dir(parser)
     parser.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the newest stay")
     parser.add_argument("--every", type=_count, metavar="K", help="steps that are multiples of K stay as well")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")

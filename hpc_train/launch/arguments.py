@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.launch.argument_types import filled, natural, positive, seconds
+from hpc_train.arguments import add_run, filled, natural, positive, seconds
 from hpc_train.launch.slurm_flags import add_slurm_flags
 
 _RUN_EXAMPLES = """\
@@ -65,12 +65,6 @@ def _parser(commands: Any, name: str, summary: str, description: str, epilog: st
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=filled, metavar="CONFIG", help="a YAML file, or the name of a recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example train.steps=50")
-
-
-def _add_runs_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--runs-dir", type=filled, default="runs", metavar="DIR", help="where run folders are (default: runs)"
-    )
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:
@@ -166,8 +160,7 @@ def _add_status(commands: Any) -> None:
         "what runs are doing",
         "Tell what a run is doing, or, without RUN, what all runs in the runs folder are doing.",
     )
-    parser.add_argument("run", type=filled, metavar="RUN", nargs="?", help="a job id or a run folder")
-    _add_runs_dir(parser)
+    add_run(parser, nargs="?")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -178,13 +171,11 @@ def _add_logs(commands: Any) -> None:
         "show or follow the logs of a run",
         "Show the logs of a run: the job's and the nodes'.",
     )
-    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
+    add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
     parser.add_argument("--rank", type=natural, metavar="N", help="only the lines of this rank")
-    _add_runs_dir(parser)
 
 
 def _add_cancel(commands: Any) -> None:
     parser = _parser(commands, "cancel", "stop a run", "Stop a run: scancel for a job, TERM for a driver here.")
-    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
-    _add_runs_dir(parser)
+    add_run(parser)

@@ -10,9 +10,7 @@ from hpc_train.errors import ConfigError, ExitCode
 from hpc_train.launch.run_folder import REQUEST_FILE, SUBMIT_FILE
 from hpc_train.launch.slurm_flags import verbatim_value
 from hpc_train.launch.templates import fill_template, read_template
-
-CONFIG_REQUEST_FILE = "config.request.yaml"
-"""The configuration that the script carries; the driver makes config.yaml from it in the claimed folder."""
+from hpc_train.plan.run_files import CONFIG_REQUEST_FILE
 
 
 @dataclass(frozen=True)

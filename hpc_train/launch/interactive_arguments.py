@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.launch.argument_types import filled, natural, seconds
+from hpc_train.arguments import add_run, filled, natural, seconds
 from hpc_train.launch.slurm_flags import add_slurm_flags
 
 _SHELL_EXAMPLES = """\
@@ -71,7 +71,7 @@ def _add_stacks(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=filled, metavar="RUN", help="a job id or a run folder")
+    add_run(parser)
     parser.add_argument("--rank", type=natural, metavar="N", help="only this rank")
     parser.add_argument(
         "--frames",
@@ -84,6 +84,3 @@ def _add_stacks(commands: Any) -> None:
         "--timeout", type=seconds, default=3.0, metavar="SECONDS", help="how long a rank may take (default: 3)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--runs-dir", type=filled, default="runs", metavar="DIR", help="where run folders are (default: runs)"
-    )

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 from hpc_train.errors import ConfigError
-from hpc_train.launch.batch_script import CONFIG_REQUEST_FILE, BatchValues, batch_script
+from hpc_train.launch.batch_script import BatchValues, batch_script
 from hpc_train.launch.file_errors import reason
 from hpc_train.launch.run_folder import REQUEST_FILE, SUBMIT_FILE
-from hpc_train.plan.run_files import CONFIG_FILE, LOGS_FOLDER
+from hpc_train.plan.run_files import CONFIG_FILE, CONFIG_REQUEST_FILE, LOGS_FOLDER
 
 
 def prepare_folder(values: BatchValues) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.launch.argument_types import filled, positive
+from hpc_train.arguments import filled, positive
 
 _EXAMPLES = """\
 examples:

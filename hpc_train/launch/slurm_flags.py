@@ -11,8 +11,8 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpc_train.arguments import filled
 from hpc_train.errors import ConfigError
-from hpc_train.launch.argument_types import filled
 
 _MOST_WARNING_S = 65535
 """cited: sbatch(1), --signal."""

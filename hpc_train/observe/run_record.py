@@ -13,7 +13,7 @@ from hpc_train.config import Config, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.metrics_file import read_metrics
-from hpc_train.plan.run_files import CONFIG_FILE, METRICS_FILE, PLAN_FILE, is_count, is_number, read_json
+from hpc_train.plan.run_files import CONFIG_FILE, METRICS_FILE, PLAN_FILE, is_count, is_number, is_run_folder, read_json
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_run(run_dir: Path) -> RunRecord:
         ConfigError: no run folder.
         DataError: it has no metrics that can be read.
     """
-    if not any(os.path.lexists(run_dir / name) for name in (CONFIG_FILE, METRICS_FILE)):
+    if not is_run_folder(run_dir) and not any(os.path.lexists(run_dir / name) for name in (CONFIG_FILE, METRICS_FILE)):
         raise ConfigError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}. Runs are at runs/NAME/JOB_OR_TIME.")
     problems: list[str] = []
     steps = read_metrics(run_dir / METRICS_FILE, problems)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpc_train.arguments import add_run
+
 
 def add_trace_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -14,7 +16,7 @@ def add_trace_parser(commands: Any) -> None:
         "which share of the steps' time is exposed communication, by its kind.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="run folder")
+    add_run(parser)
     parser.add_argument("--ranks", metavar="R", help="such as 0-3,8 (default: all)")
     parser.add_argument("--steps", metavar="A-B", help="first and last step (default: all that were recorded)")
     parser.add_argument("--attempt", type=int, metavar="N", help="which start of the run (default: the last)")

@@ -13,7 +13,7 @@ import numpy as np
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.rank_trace import RankTrace
 from hpc_train.observe.rank_trace import read_rank as read_rank_file
-from hpc_train.plan.run_files import CONFIG_FILE, read_json
+from hpc_train.plan.run_files import CONFIG_FILE, is_run_folder, read_json
 from hpc_train.record import (
     CLOCK_FILE,
     COMMUNICATION,
@@ -47,7 +47,7 @@ def find_trace(run_dir: Path, attempt: int | None = None) -> TraceFolder:
     """
     folder = run_dir / TRACE_FOLDER
     known = attempts_in(folder)
-    if not known and not os.path.isfile(run_dir / CONFIG_FILE):
+    if not known and not is_run_folder(run_dir):
         what = f"it has no {CONFIG_FILE}" if os.path.isdir(run_dir) else "there is no such folder"
         raise ConfigError(f"{run_dir} is no run folder: {what}. Runs are at runs/NAME/JOB_OR_TIME.")
     if not known:

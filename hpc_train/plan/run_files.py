@@ -14,6 +14,8 @@ from hpc_train.errors import CheckpointError
 from hpc_train.plan.json_object import check_kind, parse_object
 
 CONFIG_FILE = "config.yaml"
+CONFIG_REQUEST_FILE = "config.request.yaml"
+"""The configuration that a batch script carries; the driver makes config.yaml from it in the claimed folder."""
 PLAN_FILE = "plan.json"
 RANKS_FILE = "ranks.tsv"
 PLAN_TEXT_FILE = "plan.txt"
@@ -25,6 +27,11 @@ CHECKPOINTS_FOLDER = "checkpoints"
 CHECKPOINTS_NOTE = "elsewhere.json"
 """In the folder of checkpoints, where these lie in another one: which, and the newest step saved there."""
 LOGS_FOLDER = "logs"
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether it has a file of a run's, begun or not; false also where it may not be read."""
+    return any(os.path.isfile(folder / name) for name in (CONFIG_FILE, CONFIG_REQUEST_FILE, ATTEMPTS_FILE))
 
 
 def write_atomically(path: Path, text: str) -> None:

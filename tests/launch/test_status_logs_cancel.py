@@ -279,6 +279,37 @@ def test_cancel_between_the_jobs_of_a_chain_and_before_the_first_start_in_a_give
     assert main(["cancel", "12"]) == 2
 
 
+TAKE_A_RUN = {
+    "status": "state      ended", "logs": "", "cancel": "is not running", "stacks": "is not running",
+    "report": "no metrics.jsonl", "trace": "no trace/", "ckpt ls": "no checkpoints in", "ckpt verify": "holds none",
+    "ckpt convert": "holds none", "ckpt prune": "",
+}  # fmt: skip
+"""Every command that takes a run, and what it says of one that has a folder and has not begun."""
+
+
+@pytest.mark.parametrize("command", TAKE_A_RUN)
+def test_every_command_takes_a_run_by_folder_job_id_and_name(
+    queue: FakeCommands, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = make_run("12")
+    options = {"ckpt prune": ["--keep", "1"], "ckpt convert": ["out"]}.get(command, [])
+
+    def said(run: str) -> str:
+        main([*command.split(), run, *options])
+        return "".join(capsys.readouterr())
+
+    for run in (str(folder), "12", "little", "little/12"):
+        text = said(run)
+        assert TAKE_A_RUN[command] in text and "hpc-train: error: no run" not in text
+        assert str(folder) in text or command in ("logs", "ckpt prune")
+    assert "no run of job 99 is in" in said("99")
+    assert "nowhere" in said("nowhere")
+    make_run("14")
+    assert "little is the name of 2 runs; give one of them: little/12, little/14" in said("little")
+    Path("little").mkdir()
+    assert "of 2 runs" not in said("little")
+
+
 def test_an_array_s_own_number_is_that_of_all_its_tasks(
     queue: FakeCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:

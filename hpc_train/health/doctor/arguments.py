@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.launch.argument_types import filled
+from hpc_train.arguments import filled
 from hpc_train.launch.slurm_flags import FLAGS
 
 _EXAMPLES = """\

@@ -1,9 +1,15 @@
-"""What values of options have to be, for argparse, which is all that is imported here."""
+"""What arguments of several commands have in common: what values have to be, and how a run is named.
+
+Only argparse is imported here.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
+A_RUN = "a job id, or a run's name (NAME, or NAME/ID)"
+"""What stands for a run folder, in help texts."""
 _LONGEST_S = 86400.0
 """assumed: nobody at a terminal means a longer wait; it also keeps out infinity."""
 
@@ -38,3 +44,16 @@ def filled(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value, or leave the option out")
     return text
+
+
+def add_run(parser: argparse.ArgumentParser, *, nargs: Literal["?"] | None = None) -> None:
+    """RUN, and where it is looked for."""
+    parser.add_argument("run", type=filled, metavar="RUN", nargs=nargs, help=f"a run folder, {A_RUN}")
+    add_runs_dir(parser)
+
+
+def add_runs_dir(parser: argparse.ArgumentParser) -> None:
+    """Where job ids and names of runs are looked for."""
+    parser.add_argument(
+        "--runs-dir", type=filled, default="runs", metavar="DIR", help="where run folders are (default: runs)"
+    )
