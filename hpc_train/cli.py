@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
-from hpc_train.arguments import add_run
+from hpc_train.arguments import add_run, filled
 from hpc_train.errors import ExitCode, HpcTrainError
 from hpc_train.launch.arguments import add_launch_parsers
 from hpc_train.launch.interactive_arguments import add_interactive_parsers
@@ -125,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_run(report)
-    report.add_argument("--out", metavar="DIR", help="where to write (default: the run folder)")
+    report.add_argument("--out", type=filled, metavar="DIR", help="where to write (default: the run folder)")
     report.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")
     return parser
 
@@ -136,10 +137,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     ours, verbatim = split_at_dashes(list(arguments))
     options, rest = parser.parse_known_args(ours)
     # argparse gives up on a list of positional arguments at the first option; overrides may follow options.
-    if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
+    if rest and hasattr(options, "overrides") and all(word.strip() and not word.startswith("-") for word in rest):
         options.overrides += rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     options.verbatim = verbatim
     if verbatim is not None and options.command not in ("submit", "exec", "doctor", "shell"):
         parser.error(f"nothing may follow `--` after {options.command}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.arguments import A_RUN, add_runs_dir
+from hpc_train.arguments import A_RUN, add_runs_dir, filled, positive
 
 _EXAMPLES = """\
 examples:
@@ -45,7 +45,9 @@ def _add_ls(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints")
+    parser.add_argument(
+        "run", type=filled, metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints"
+    )
     add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
@@ -61,6 +63,7 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument(
         "path",
+        type=filled,
         metavar="PATH",
         help=f"a checkpoint or its URL; or a run folder, {A_RUN}: its newest one and, until one is sound, those before",
     )
@@ -85,11 +88,12 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument(
         "source",
+        type=filled,
         metavar="SRC",
         help=f"Hugging Face folder or checkpoint, or a URL; or a run folder, {A_RUN}: its newest checkpoint",
     )
     add_runs_dir(parser)
-    parser.add_argument("target", metavar="DST", help="folder or URL to make; it must not exist")
+    parser.add_argument("target", type=filled, metavar="DST", help="folder or URL to make; it must not exist")
     parser.add_argument(
         "--to",
         choices=["hf", "dcp"],
@@ -98,19 +102,25 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights (default: as stored)")
     parser.add_argument(
         "--max-shard-size",
+        type=filled,
         metavar="SIZE",
         help="to Hugging Face: largest file, such as 5GB or 500MB (default: files as the model came in, else 5GB)",
     )
     parser.add_argument(
         "--tokenizer",
+        type=filled,
         metavar="PATH",
         help="to Hugging Face: a tokenizer.json, or a folder whose tokenizer files and token ids go along",
     )
     parser.add_argument(
-        "--config", metavar="CONFIG", help="to Hugging Face: the configuration of a checkpoint outside its run folder"
+        "--config",
+        type=filled,
+        metavar="CONFIG",
+        help="to Hugging Face: the configuration of a checkpoint outside its run folder",
     )
     parser.add_argument(
         "--ignore",
+        type=filled,
         action="append",
         default=[],
         metavar="KEY",
@@ -131,16 +141,11 @@ def _add_prune(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints")
+    parser.add_argument(
+        "run", type=filled, metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints"
+    )
     add_runs_dir(parser)
-    parser.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the newest stay")
-    parser.add_argument("--every", type=_count, metavar="K", help="steps that are multiples of K stay as well")
+    parser.add_argument("--keep", type=positive, required=True, metavar="N", help="how many of the newest stay")
+    parser.add_argument("--every", type=positive, metavar="K", help="steps that are multiples of K stay as well")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return value

@@ -1,9 +1,11 @@
-"""The arguments of `hpc-train data`. Imports argparse alone: `--help` must start at once."""
+"""The arguments of `hpc-train data`. Only argparse is imported here: `--help` must start at once."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
+
+from hpc_train.arguments import filled
 
 _EXAMPLES = """\
 examples:
@@ -46,11 +48,18 @@ def _add_build(commands: Any) -> None:
         allow_abbrev=False,
     )
     _add_sources(parser)
-    parser.add_argument("--tokenizer", required=True, metavar="byte|FILE", help="'byte', or a tokenizer.json")
-    parser.add_argument("--eod", metavar="TOKEN", help="end-of-document token, where FILE's has no usual name")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="path of the dataset, without an ending")
+    parser.add_argument(
+        "--tokenizer", type=filled, required=True, metavar="byte|FILE", help="'byte', or a tokenizer.json"
+    )
+    parser.add_argument(
+        "--eod", type=filled, metavar="TOKEN", help="end-of-document token, where FILE's has no usual name"
+    )
+    parser.add_argument(
+        "--out", type=filled, required=True, metavar="PREFIX", help="path of the dataset, without an ending"
+    )
     parser.add_argument(
         "--loss-mask",
+        type=filled,
         metavar="FIELD",
         help="JSONL field with the supervised characters: a list of [start, end) pairs, or true or "
         "false for the whole text; written as a second pair PREFIX_loss_mask",
@@ -78,7 +87,7 @@ def _add_show(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset, without an ending")
+    parser.add_argument("prefix", type=filled, metavar="PREFIX", help="path of the dataset, without an ending")
     parser.add_argument("--verify", action="store_true", help="read every token and compare hashes")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -94,13 +103,17 @@ def _add_tokenizer(commands: Any) -> None:
     )
     _add_sources(parser)
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens, at least 257")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+    parser.add_argument("--out", type=filled, required=True, metavar="FILE", help="the tokenizer.json to write")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sources", nargs="+", metavar="SRC", help="text file, .jsonl, .jsonl.gz, or folder")
-    parser.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="in folders, only files that end so")
     parser.add_argument(
-        "--text-field", default="text", metavar="FIELD", help="JSONL field with the text (default: text)"
+        "sources", type=filled, nargs="+", metavar="SRC", help="text file, .jsonl, .jsonl.gz, or folder"
+    )
+    parser.add_argument(
+        "--suffix", type=filled, nargs="+", default=[], metavar=".EXT", help="in folders, only files that end so"
+    )
+    parser.add_argument(
+        "--text-field", type=filled, default="text", metavar="FIELD", help="JSONL field with the text (default: text)"
     )

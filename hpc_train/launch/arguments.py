@@ -64,7 +64,9 @@ def _parser(commands: Any, name: str, summary: str, description: str, epilog: st
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=filled, metavar="CONFIG", help="a YAML file, or the name of a recipe")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example train.steps=50")
+    parser.add_argument(
+        "overrides", type=filled, metavar="key=value", nargs="*", help="changes, for example train.steps=50"
+    )
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:

@@ -48,6 +48,7 @@ def _add_shell(commands: Any) -> None:
     )
     parser.add_argument(
         "overrides",
+        type=filled,
         metavar="CONFIG [key=value]",
         nargs="*",
         help="check this configuration and load its launch.modules",

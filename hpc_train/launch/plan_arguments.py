@@ -32,7 +32,9 @@ def add_plan_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("config", type=filled, metavar="CONFIG", help="a YAML file, or the name of a recipe")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example parallel.pp=4")
+    parser.add_argument(
+        "overrides", type=filled, metavar="key=value", nargs="*", help="changes, for example parallel.pp=4"
+    )
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("-N", "--nodes", dest="num_nodes", type=positive, metavar="NODES", help="number of nodes")
     nodes.add_argument("-w", "--nodelist", type=filled, metavar="LIST", help="these nodes, in this order")

@@ -28,7 +28,9 @@ def add_profile_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("config", type=filled, metavar="CONFIG", help="a YAML file, or the name of a recipe")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example parallel.tp=4")
+    parser.add_argument(
+        "overrides", type=filled, metavar="key=value", nargs="*", help="changes, for example parallel.tp=4"
+    )
     ranks = "number of ranks (default: the job's; outside of one 2 for each tp rank)"
     parser.add_argument("-n", "--ntasks", dest="ranks", type=positive, metavar="RANKS", help=ranks)
     parser.add_argument(

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from hpc_train.arguments import filled
 from hpc_train.errors import ConfigError
 
+NO_VALUE = True
+"""What a flag without a value is parsed to: no text that somebody could type, as an empty one is."""
 _MOST_WARNING_S = 65535
 """cited: sbatch(1), --signal."""
 
@@ -79,10 +81,16 @@ def add_slurm_flags(
             continue
         names = [flag.short, f"--{flag.long}"] if flag.short else [f"--{flag.long}"]
         if flag.metavar is None:
-            group.add_argument(*names, dest=f"slurm_{flag.key}", action="store_const", const="", help=flag.help)
+            group.add_argument(*names, dest=f"slurm_{flag.key}", action="store_const", const=NO_VALUE, help=flag.help)
         elif flag.optional:
             group.add_argument(
-                *names, dest=f"slurm_{flag.key}", metavar=flag.metavar, nargs="?", const="", help=flag.help
+                *names,
+                dest=f"slurm_{flag.key}",
+                type=filled,
+                metavar=flag.metavar,
+                nargs="?",
+                const=NO_VALUE,
+                help=flag.help,
             )
         else:
             group.add_argument(*names, dest=f"slurm_{flag.key}", type=filled, metavar=flag.metavar, help=flag.help)
@@ -91,7 +99,7 @@ def add_slurm_flags(
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
     """The Slurm flags that were given, long name to value (empty where none), in the order of the table."""
     values = {flag.long: getattr(arguments, f"slurm_{flag.key}", None) for flag in FLAGS}
-    return {long: value for long, value in values.items() if value is not None}
+    return {long: "" if value is NO_VALUE else value for long, value in values.items() if value is not None}
 
 
 def world_size_of(flags: Mapping[str, str]) -> tuple[int, dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.arguments import add_run
+from hpc_train.arguments import add_run, filled
 
 
 def add_trace_parser(commands: Any) -> None:
@@ -17,9 +17,13 @@ def add_trace_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_run(parser)
-    parser.add_argument("--ranks", metavar="R", help="such as 0-3,8 (default: all)")
-    parser.add_argument("--steps", metavar="A-B", help="first and last step (default: all that were recorded)")
+    parser.add_argument("--ranks", type=filled, metavar="R", help="such as 0-3,8 (default: all)")
+    parser.add_argument(
+        "--steps", type=filled, metavar="A-B", help="first and last step (default: all that were recorded)"
+    )
     parser.add_argument("--attempt", type=int, metavar="N", help="which start of the run (default: the last)")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: RUN/trace.json.gz)")
-    parser.add_argument("--png", metavar="FILE", help="also draw the timeline; of few steps, or little can be seen")
+    parser.add_argument("--out", type=filled, metavar="FILE", help="where to write (default: RUN/trace.json.gz)")
+    parser.add_argument(
+        "--png", type=filled, metavar="FILE", help="also draw the timeline; of few steps, or little can be seen"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of the table")

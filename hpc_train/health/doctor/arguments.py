@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from hpc_train.arguments import filled
-from hpc_train.launch.slurm_flags import FLAGS
+from hpc_train.launch.slurm_flags import FLAGS, NO_VALUE
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +40,9 @@ def add_doctor_parser(commands: Any) -> None:
     parser.add_argument(
         "config", type=filled, metavar="CONFIG", nargs="?", help="a YAML file or recipe whose settings are used"
     )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes, for example launch.mpi=pmi2")
+    parser.add_argument(
+        "overrides", type=filled, metavar="key=value", nargs="*", help="changes, for example launch.mpi=pmi2"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--verbose", action="store_true", help="also what is not configured")
     trial = parser.add_mutually_exclusive_group()
@@ -77,12 +79,13 @@ def add_doctor_parser(commands: Any) -> None:
     for flag in FLAGS:
         if flag.long in _JOB_FLAGS:
             names = [flag.short, f"--{flag.long}"] if flag.short else [f"--{flag.long}"]
-            value: dict[str, Any] = {"nargs": "?", "const": ""} if flag.optional else {"type": filled}
+            value: dict[str, Any] = {"nargs": "?", "const": NO_VALUE} if flag.optional else {}
             group.add_argument(
                 *names,
                 dest=f"slurm_{flag.key}",
                 metavar=flag.metavar,
                 help=flag.help,
+                type=filled,
                 **value,
             )
 

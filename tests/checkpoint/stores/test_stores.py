@@ -271,6 +271,7 @@ def test_urls_and_paths_name_places(text: str, shown: str, path: str) -> None:
         ("hdsf://nn/run", r"no store for hdsf://"),
         ("hdfs://nn1:8020", r"has no path; write hdfs://nn1:8020/some/folder"),
         ("hdfs://nn1:8020/", r"has no path"),
+        ("", "an empty path names no place"),
         ("file://node7/scratch", r"names the host node7"),
     ],
 )
