@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.config import build_config, dump_yaml, load_config, parse_yaml, recipe_names
+from hpc_train.config_read import build_config, dump_yaml, load_config, recipe_names
+from hpc_train.config_text import parse_yaml
 from hpc_train.errors import ConfigError, ExitCode
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import parse_arguments
-from hpc_train.config import load_config, recipe_names
+from hpc_train.config_read import load_config, recipe_names
 from hpc_train.launch import plan_command, profile_command
 from hpc_train.launch.checks import check_sizes
 from hpc_train.plan.run import mesh_of

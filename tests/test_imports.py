@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hpc_train"
 
 # Each part of hpc_train, and the parts that it may import beside errors, log and itself.
-_BELOW_TRAIN = ["config", "record", "cluster", "plan", "comm", "models", "parallel", "data", "checkpoint"]
+_CONFIG = ["config", "config_read"]
+_BELOW_TRAIN = [*_CONFIG, "record", "cluster", "plan", "comm", "models", "parallel", "data", "checkpoint"]
 MAY_IMPORT = {
     "errors": [],
     "log": [],
@@ -24,18 +25,19 @@ MAY_IMPORT = {
     "config_text": [],
     "config_faults": [],
     "config_values": [],
-    "config": ["config_faults", "config_text", "config_values"],
+    "config": ["config_values"],
+    "config_read": ["config", "config_faults", "config_text"],
     "record": [],
     "cluster": ["config"],
     "plan": ["config", "cluster"],
-    "launch": ["arguments", "config", "cluster", "plan"],
-    "health": ["arguments", "config", "cluster", "plan", "launch", "record"],
-    "observe": ["arguments", "config", "plan", "record"],
+    "launch": ["arguments", *_CONFIG, "cluster", "plan"],
+    "health": ["arguments", *_CONFIG, "cluster", "plan", "launch", "record"],
+    "observe": ["arguments", *_CONFIG, "plan", "record"],
     "comm": ["config", "cluster", "plan", "record"],
     "models": ["config"],
     "parallel": ["config", "plan", "comm", "models", "record"],
     "data": ["arguments", "config", "cluster", "plan", "comm", "record"],
-    "checkpoint": ["arguments", "config", "config_values", "cluster", "plan", "comm", "record"],
+    "checkpoint": ["arguments", *_CONFIG, "config_text", "config_values", "cluster", "plan", "comm", "record"],
     "train": _BELOW_TRAIN,
     # Data only: recipes are YAML, _share is where slurm/ and env/ go when installed.
     "recipes": [],
@@ -67,6 +69,7 @@ TORCH_FREE_PARTS = [
     "config_faults",
     "config_text",
     "config_values",
+    "config_read",
     "record",
     "cluster",
     "plan",

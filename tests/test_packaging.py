@@ -116,5 +116,5 @@ def test_an_installed_plan_draws_its_page(installed: Installed) -> None:
 
 def test_an_installed_config_is_found_from_any_folder(installed: Installed) -> None:
     recipe = installed.target / "hpc_train" / "recipes" / "tiny.yaml"
-    code = f"from hpc_train.config import load_config; print(load_config({str(recipe)!r}, []).name)"
+    code = f"from hpc_train.config_read import load_config; print(load_config({str(recipe)!r}, []).name)"
     assert installed.python("-c", code).stdout.strip()

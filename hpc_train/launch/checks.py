@@ -10,7 +10,8 @@ from typing import Any
 
 from hpc_train.cluster.allocation import Allocation, allocation_local
 from hpc_train.cluster.fabric import Fabric
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.advice import checked
 from hpc_train.plan.axis_bytes import micro_batches_of

@@ -33,7 +33,8 @@ from hpc_train.cluster.environment import (
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import Found, Situation
 from hpc_train.cluster.slurm import JobFacts, broken_configuration, read_job
-from hpc_train.config import Config, dump_yaml
+from hpc_train.config import Config
+from hpc_train.config_read import dump_yaml
 from hpc_train.errors import ConfigError, ExitCode, HpcTrainError, LaunchError
 from hpc_train.launch import record, run_folder
 from hpc_train.launch.checks import check_data_files, check_plan, check_ranks, compare_with_earlier

@@ -17,7 +17,8 @@ from hpc_train.cluster.fabric_find import FoundFabric, find_fabric
 from hpc_train.cluster.hostlist import hosts_of_setting
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import find_situation
-from hpc_train.config import Config, FabricConfig, load_config
+from hpc_train.config import Config, FabricConfig
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError
 from hpc_train.launch.checks import check_plan
 from hpc_train.launch.driver import find_job

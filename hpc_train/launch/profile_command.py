@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.situation import find_situation
-from hpc_train.config import load_config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.exec import exec_command

@@ -18,7 +18,7 @@ BeARank = Callable[[str], int]
 def run_command(options: Namespace, be_a_rank: BeARank) -> int:
     """Carry out `run`."""
     if options.print_config:
-        from hpc_train.config import dump_yaml, load_config
+        from hpc_train.config_read import dump_yaml, load_config
 
         print(dump_yaml(load_config(options.config, options.overrides)), end="")
         return 0
@@ -68,7 +68,7 @@ def _time_limit(text: str | None) -> float | None:
 
 
 def _drive(options: Namespace, env: Mapping[str, str], found: Found) -> int:
-    from hpc_train.config import load_config
+    from hpc_train.config_read import load_config
     from hpc_train.launch.driver import RunRequest, drive
 
     request = RunRequest(

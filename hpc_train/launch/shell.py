@@ -31,7 +31,7 @@ def shell_command(options: Namespace) -> int:
         )
     modules: tuple[str, ...] = ()
     if options.overrides:
-        from hpc_train.config import load_config
+        from hpc_train.config_read import load_config
 
         modules = load_config(options.overrides[0], options.overrides[1:]).launch.modules
     flags = {**salloc_defaults(env), **given_flags(options)}

@@ -18,7 +18,8 @@ from typing import Any
 
 from hpc_train import __version__, log
 from hpc_train.cluster.environment import process_env, scrubbed_for_submission, site_defaults
-from hpc_train.config import Config, dump_yaml, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import dump_yaml, load_config
 from hpc_train.errors import ConfigError, HpcTrainError, LaunchError
 from hpc_train.launch.batch_script import BatchValues, batch_script, is_array
 from hpc_train.launch.checks import check_data_files, check_ranks

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.metrics_file import read_metrics

@@ -138,7 +138,7 @@ def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
     if world.rank == 0:
         log.say(f"{world.world_size} ranks on {world.num_nodes} nodes are connected over {world.backend}")
     try:
-        from hpc_train.config import load_config
+        from hpc_train.config_read import load_config
 
         with attach_debugger(process_env(), world.rank) as debugger:
             stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), plan.mesh, world, stop, debugger)

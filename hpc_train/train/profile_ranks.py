@@ -26,7 +26,8 @@ from hpc_train.comm.bootstrap import bootstrap
 from hpc_train.comm.groups import Groups, build_groups
 from hpc_train.comm.layout import Layout
 from hpc_train.comm.world import World
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError, HpcTrainError
 from hpc_train.log import report_failure, say
 from hpc_train.plan.activations import block_bytes, shape_of

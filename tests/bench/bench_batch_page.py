@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config import load_config
+from hpc_train.config_read import load_config
 from hpc_train.plan.batch_page import batch_page_html
 from hpc_train.plan.batch_profile import derived_profile
 from hpc_train.plan.batch_report import batch_json, batch_text, report_batch

@@ -20,7 +20,8 @@ from hpc_train.checkpoint.format.manifest import Manifest, StoredTensor, parse_m
 from hpc_train.checkpoint.format.stored_boxes import StoredBoxes
 from hpc_train.checkpoint.loading.needs import stored_table
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.mesh import Mesh
 from tests.plan.held_state import HeldState, held_state, places_of

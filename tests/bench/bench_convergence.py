@@ -30,7 +30,7 @@ GOAL = 0.02
 
 def _config(corpus: Path, tokens: int, small: int, changes: dict[str, Any]) -> Any:
     """small: sequences in a batch of AdamW; `factor` of the changes multiplies it."""
-    from hpc_train.config import load_config
+    from hpc_train.config_read import load_config
 
     factor, lr = changes.get("factor", 1), changes["lr"]
     batch = factor * small

@@ -30,7 +30,7 @@ from tests.ranks import TestRank, run_ranks
 
 
 def _ours(me: TestRank) -> Peer:
-    from hpc_train.config import build_config
+    from hpc_train.config_read import build_config
     from hpc_train.plan.mesh import Mesh
     from hpc_train.train.build import build_trainer
     from tests.worlds import make_world

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config import load_config
+from hpc_train.config_read import load_config
 from hpc_train.data.blend import Blend, SourceIdentity
 from hpc_train.data.build import BuildOptions, build
 from hpc_train.data.command import _histogram_lines

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 
 
 def write_config(folder: Path, name: str = "little", **sections: dict[str, object]) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config import dump_yaml
+from hpc_train.config_read import dump_yaml
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.launch.checks import check_data_files, check_sizes, compare_with_earlier, differing_keys
 from hpc_train.plan.mesh import Mesh

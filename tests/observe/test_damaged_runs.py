@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import main
-from hpc_train.config import dump_yaml, load_config
+from hpc_train.config_read import dump_yaml, load_config
 from hpc_train.errors import ConfigError, ExitCode
 from hpc_train.launch.run_folder import Owner, claim
 from hpc_train.launch.submitted_jobs import SubmittedJob, note_job

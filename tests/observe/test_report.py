@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config import dump_yaml, load_config
+from hpc_train.config_read import dump_yaml, load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.report import report_command
 from hpc_train.observe.run_record import read_run, summarise

@@ -10,7 +10,8 @@ from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric import Fabric
-from hpc_train.config import Config, build_config
+from hpc_train.config import Config
+from hpc_train.config_read import build_config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.place import place

@@ -11,7 +11,8 @@ from functools import cache
 
 import numpy as np
 
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.plan.estimate import MEGASCALE, MEGATRON_LM, Rates, estimate_step
 from hpc_train.plan.mesh import Mesh
 

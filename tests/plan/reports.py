@@ -6,7 +6,8 @@ from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric_clos import clos_fabric
-from hpc_train.config import Config, build_config
+from hpc_train.config import Config
+from hpc_train.config_read import build_config
 from hpc_train.plan.places import natural_key
 from hpc_train.plan.report import PlanReport, report_plan
 

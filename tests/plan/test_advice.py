@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.fabric_clos import clos_fabric
-from hpc_train.config import load_config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError
 from hpc_train.launch.checks import check_plan, check_ranks
 from hpc_train.plan.advice import with_change

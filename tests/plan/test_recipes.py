@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.cli import main
-from hpc_train.config import load_config
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.launch.checks import check_data_files, check_sizes
 from hpc_train.plan.cost import flops_per_token

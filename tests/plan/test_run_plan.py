@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hpc_train.cluster.allocation import Allocation
-from hpc_train.config import Config, build_config
+from hpc_train.config import Config
+from hpc_train.config_read import build_config
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, RankFacts, plan_mesh, plan_run

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config import Config, ModelConfig, build_config
+from hpc_train.config import Config, ModelConfig
+from hpc_train.config_read import build_config
 from hpc_train.errors import ConfigError
 from hpc_train.plan.cost import flops_per_token
 from hpc_train.plan.stages import LOSS_FLOPS_PER_LOGIT, model_costs, plan_stages, split_layers

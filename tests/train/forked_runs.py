@@ -11,7 +11,8 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.config import Config, load_config
+from hpc_train.config import Config
+from hpc_train.config_read import load_config
 from hpc_train.launch.driver import RunRequest, make_report
 from hpc_train.launch.run_folder import make_folder
 from hpc_train.plan.run import Plan

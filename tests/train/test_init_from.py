@@ -17,7 +17,8 @@ from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.loading.init_from import load_weights
 from hpc_train.checkpoint.loading.load import Loaded
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.config import CheckpointConfig, load_config
+from hpc_train.config import CheckpointConfig
+from hpc_train.config_read import load_config
 from hpc_train.errors import CheckpointError
 from hpc_train.train import loop
 from hpc_train.train.state import state_pieces

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_train.config import Config, ModelConfig, build_config
+from hpc_train.config import Config, ModelConfig
+from hpc_train.config_read import build_config
 from hpc_train.plan.mesh import Mesh
 from hpc_train.train.build import build_trainer
 from hpc_train.train.step import Trainer

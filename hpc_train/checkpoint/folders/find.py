@@ -13,7 +13,9 @@ from hpc_train.checkpoint.folders.folder import sound_checkpoints, steps_newest_
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.stores.location import Location, Place, locate
-from hpc_train.config import Config, ModelConfig, load_config, parse_yaml
+from hpc_train.config import Config, ModelConfig
+from hpc_train.config_read import load_config
+from hpc_train.config_text import parse_yaml
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, read_checkpoints_note
 

@@ -112,7 +112,7 @@ def make_request(options: Namespace, env: Mapping[str, str]) -> Request:
     """Settings of the command line, then of the configuration, then defaults."""
     launch = None
     if options.config:
-        from hpc_train.config import load_config
+        from hpc_train.config_read import load_config
 
         launch = load_config(options.config, options.overrides).launch
         env = fill_unset(env, launch.env)[0]
