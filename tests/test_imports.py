@@ -111,6 +111,7 @@ TORCH_FREE_MODULES = [
             "saving.node_save",
             "saving.node_session",
             "saving.node_writer",
+            "stores.bounded",
             "stores.hdfs_native_store",
             "stores.local_store",
             "stores.location",

@@ -18,7 +18,7 @@ _LOOK_S = 1.0
 """Between looks whether a word is due (assumed)."""
 _ANSWER_S = 1.0
 """For an answer to the question whether it lives; assumed as below."""
-_LONGEST_GAP_S = 3.0
+LONGEST_GAP_S = 3.0
 """Between looks at a wait, which come each second, with an answer that is waited for between them."""
 _FIRST_WORD_S, _LONGEST_PAUSE_S = 5.0, 300.0
 """Assumed: what takes less is not worth a line, and who looks at a log sees one within minutes."""
@@ -130,7 +130,7 @@ class AgentWait:
         answers = is_answering(self._agent) if answers is None else answers
         now = self._clock()
         # A node that was suspended as a whole wakes up at no time of its own: long gaps are not the agent's.
-        passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_GAP_S), now
+        passed_s, self._looked_at = min(now - self._looked_at, LONGEST_GAP_S), now
         self._silent_s = 0.0 if answers else self._silent_s + passed_s
         self._still_s = self._still_s + passed_s if moved == self._moved else 0.0
         self._moved = moved

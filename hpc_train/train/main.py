@@ -240,12 +240,14 @@ def _open_checkpoints(run: Run) -> None:
     from hpc_train.checkpoint.folders.attempt import attempt_of
     from hpc_train.checkpoint.folders.run_location import open_location
     from hpc_train.checkpoint.folders.ticket import look_at_tickets
+    from hpc_train.cluster.agent_wait import AgentLimits
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
     attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
     resume = run.config.checkpoint.resume
-    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume)
+    limits = AgentLimits.within(run.config.launch.timeout_s)
+    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume, limits=limits)
     end_time = process_env().get(END_TIME_VARIABLE)
     look_at_tickets(run.checkpoints, run.world, float(end_time) if end_time else None)
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.folders.attempt import begin_attempt
 from hpc_train.checkpoint.folders.folder import newest_step, steps_newest_first
+from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_folder
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.cluster.size_words import two_sizes
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.log import warn
 from hpc_train.plan.run_files import (
     ATTEMPTS_FILE,
     CHECKPOINTS_FOLDER,
@@ -44,7 +48,14 @@ def run_location(folder: str | None, run_dir: Path) -> Location:
 
 
 def open_location(
-    root: Location, run_dir: Path, num_bytes: int, world: World, attempt: str | None = None, *, resume: bool = True
+    root: Location,
+    run_dir: Path,
+    num_bytes: int,
+    world: World,
+    attempt: str | None = None,
+    *,
+    resume: bool = True,
+    limits: AgentLimits = USUAL_LIMITS,
 ) -> None:
     """Make `root`, the folder of a run's checkpoints, and see that all ranks can use it. Collective over all ranks.
 
@@ -52,31 +63,34 @@ def open_location(
     now and not at its first save, and asks for `num_bytes` of space where the store tells its space.
 
     attempt: this start of the run; agents of earlier ones leave the folder alone from here on. resume: the run goes
-    on from what is there; else nothing may be.
+    on from what is there; else nothing may be. limits: how long a store is waited for in which nothing moves; the first
+    rank of a node says so.
 
     Raises:
         HpcTrainError: on every rank: it belongs to another run, holds checkpoints that are not gone on from, or none
-            although the run has saved some, cannot be written, lacks space, or is not seen by all ranks; the client
-            of its URL is not installed.
+            although the run has saved some, cannot be written, lacks space, does not answer, or is not seen by all
+            ranks; the client of its URL is not installed.
     """
-    error: Exception | None = None
-    if world.rank == 0:
+    tell = warn if world.local_rank == 0 else None
+
+    def problem_of(act: Callable[[], None], what: str) -> Exception | None:
         try:
-            if resume:
-                _require_saved(root, run_dir)
-            else:
-                _require_empty(root)
-            prepare(root, run_dir, num_bytes)
-            if attempt is not None:
-                begin_attempt(root, attempt)
+            bounded(root, act, what, limits.save_s, tell)
         except Exception as problem:
-            error = _in_words(problem, root)
-    world.agree(error)
-    try:
-        wait_for_folder(root)
-    except Exception as problem:
-        error = _in_words(problem, root)
-    world.agree(error)
+            return _in_words(problem, root)
+        return None
+
+    def take() -> None:
+        if resume:
+            _require_saved(root, run_dir)
+        else:
+            _require_empty(root)
+        prepare(root, run_dir, num_bytes)
+        if attempt is not None:
+            begin_attempt(root, attempt)
+
+    world.agree(problem_of(take, f"taking the folder of checkpoints on {world.node}") if world.rank == 0 else None)
+    world.agree(problem_of(lambda: wait_for_folder(root), f"looking for the folder of checkpoints on {world.node}"))
 
 
 def _in_words(problem: Exception, root: Location) -> Exception:

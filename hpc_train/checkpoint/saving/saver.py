@@ -18,6 +18,7 @@ from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.saving.agent_saves import AgentSaves, Saved, SaveFailed
 from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.checkpoint.saving.shared_memory import AgentTarget
+from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
@@ -248,7 +249,9 @@ class Saver:
             raise error from problem
         if self._world.rank == 0:
             try:
-                shut_out_agents(self._root)  # one that was stopped may go on at any time
+                # One that was stopped may go on at any time.
+                what = f"telling node agents from {self._world.node} that they write no more"
+                bounded(self._root, lambda: shut_out_agents(self._root), what, self._limits.save_s)
             except CheckpointError as more:
                 warn(f"node agents could not be told that the ranks write now: {more}")
             warn(
