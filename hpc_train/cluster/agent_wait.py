@@ -14,7 +14,7 @@ from hpc_train.cluster.agent_address import AgentGone, ask_agent
 from hpc_train.errors import HpcTrainError
 from hpc_train.log import warn
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
 """Between looks whether a word is due (assumed)."""
 _ANSWER_S = 1.0
 """For an answer to the question whether it lives; assumed as below."""
@@ -80,7 +80,7 @@ def words_meanwhile(tell: Callable[[str], None] | None, what: str) -> Iterator[N
     words, over = Words(tell), threading.Event()
 
     def look() -> None:
-        while not over.wait(_LOOK_S):
+        while not over.wait(LOOK_S):
             words.look(what)
 
     threading.Thread(target=look, name="words", daemon=True).start()

@@ -300,7 +300,8 @@ def begin_from(run: Run, source: str) -> None:
     from hpc_train.checkpoint.loading.init_from import load_weights
 
     spec = ModelSpec(run.config.model, run.config.data.seq_len)
-    path = load_weights(source, state_pieces(run.trainer), spec, run.world, run.config.checkpoint.allow_changed_model)
+    allowed, limits = run.config.checkpoint.allow_changed_model, AgentLimits.within(run.config.launch.timeout_s)
+    path = load_weights(source, state_pieces(run.trainer), spec, run.world, allowed, limits)
     run.trainer.publish_parameters()
     if run.world.rank == 0:
         say(f"begins with the weights of {path}")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpc_train import log
 from hpc_train.cluster.agent_address import read_job_key, this_node
 from hpc_train.cluster.agent_greeting import Greeting
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
     RENDEZVOUS_VARIABLE,
@@ -191,11 +192,12 @@ def _train(
         end_time = env.get(END_TIME_VARIABLE)
         warning_times = json.loads(env.get(WARNING_TIMES_VARIABLE, "{}"))
         stop.set_limit(float(end_time) if end_time else None, config.launch.stop_before_s, warning_times)
-    _open_checkpoints(run)
+    limits = AgentLimits.within(config.launch.timeout_s)
+    _open_checkpoints(run, limits)
     loaded = None
     if config.checkpoint.resume:
         local = run.copies.folder if run.copies is not None else None
-        loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world, local)
+        loaded = load_newest(run.checkpoints, loop.state_pieces(run.trainer), world, local, limits)
         if loaded is not None:
             loop.restore(run, loaded)
     loop.note_copies(run, loaded)
@@ -235,18 +237,16 @@ def _write_outcome(run_dir: Path, stopped: Stopped) -> ExitCode:
     return ExitCode.DONE
 
 
-def _open_checkpoints(run: Run) -> None:
+def _open_checkpoints(run: Run, limits: AgentLimits) -> None:
     """Refuse at the start what would fail at the first save."""
     from hpc_train.checkpoint.folders.attempt import attempt_of
     from hpc_train.checkpoint.folders.run_location import open_location
     from hpc_train.checkpoint.folders.ticket import look_at_tickets
-    from hpc_train.cluster.agent_wait import AgentLimits
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
     attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
     resume = run.config.checkpoint.resume
-    limits = AgentLimits.within(run.config.launch.timeout_s)
     open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume, limits=limits)
     end_time = process_env().get(END_TIME_VARIABLE)
     look_at_tickets(run.checkpoints, run.world, float(end_time) if end_time else None)

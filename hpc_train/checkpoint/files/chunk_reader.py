@@ -5,14 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hpc_train.checkpoint.files.boxes import BoxFiles
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
+from hpc_train.checkpoint.stores.bounded import StoreWait
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import is_outage
+from hpc_train.checkpoint.stores.store import StoreError, is_outage
+from hpc_train.cluster.agent_wait import LOOK_S
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import Chunk
 
@@ -35,8 +37,13 @@ class ChunkReader:
         chunks: Sequence[Chunk],
         stored: Sequence[tuple[int, StoredBox, int]],
         folder_of: Mapping[str, Location],
+        hang_s: float,
+        tell: Callable[[str], None] | None,
     ) -> None:
-        """stored: by chunk the row of its box, the box, and the bytes of an element. folder_of: of files elsewhere."""
+        """stored: by chunk the row of its box, the box, and the bytes of an element. folder_of: of files elsewhere.
+
+        hang_s, tell: of a store in which nothing moves while bytes are waited for, as of `StoreWait`; it is a failure.
+        """
         self.problem: str | None = None
         self.failure: Exception | None = None
         self.runs: list[tuple[int, int, int, int]] = []
@@ -44,7 +51,9 @@ class ChunkReader:
         self._work = list(zip(chunks, stored, strict=True))
         self._ready: queue.Queue[np.ndarray | None] = queue.Queue(_CHUNKS_AHEAD)
         self._taken = 0
-        self._is_over = False
+        self._is_over = self._is_left = False
+        places = list(dict.fromkeys([folder, *self._folder_of.values()]))
+        self._wait = lambda: StoreWait(places, f"reading {folder.name}", hang_s, tell)
         self._thread = threading.Thread(target=self._read_all, name="checkpoint-reader", daemon=True)
         self._thread.start()
 
@@ -52,15 +61,28 @@ class ChunkReader:
         """The bytes of a chunk by its place in the list, which must not fall; None once reading has failed."""
         data = None
         while self._taken <= index and not self._is_over:
-            data = self._ready.get()
+            data = self._next()
             self._taken += 1
             self._is_over = data is None
         return data
 
     def end(self) -> None:
-        """Read what is left, and return when the thread has ended."""
+        """Read what is left, and return when the thread has ended, or hangs."""
         self.take(len(self._work) - 1)
-        self._thread.join()
+        if not self._is_left:
+            self._thread.join()
+
+    def _next(self) -> np.ndarray | None:
+        waiting = self._wait()
+        while True:
+            try:
+                return self._ready.get(timeout=LOOK_S)
+            except queue.Empty:
+                try:
+                    waiting.look()
+                except StoreError as problem:
+                    self.failure, self._is_left = problem, True
+                    return None
 
     def _read_all(self) -> None:
         try:

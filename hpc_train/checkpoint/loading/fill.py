@@ -15,21 +15,25 @@ import torch
 from hpc_train.checkpoint.files.chunk_reader import ChunkReader, damage
 from hpc_train.checkpoint.format.crc import joined
 from hpc_train.checkpoint.loading.needs import Loading
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.comm.collectives import world_group
 from hpc_train.comm.relay import Leg, relay
 from hpc_train.comm.world import World
+from hpc_train.log import warn
 from hpc_train.plan.checkpoint_load import Chunk, Delivery
 
 
-def fill(loading: Loading, world: World) -> str | None:
+def fill(loading: Loading, world: World, limits: AgentLimits) -> str | None:
     """Fill this rank's pieces; what is wrong with the checkpoint, the same on every rank, or None. Collective.
+
+    limits: how long a store is waited for in which nothing moves.
 
     Raises:
         HpcTrainError: on every rank: the store does not answer one of them.
     """
     if len(loading.plan.gaps):
         return _gap(loading)
-    carrier = _Carrier(loading, world)
+    carrier = _Carrier(loading, world, limits)
     relay(
         carrier.legs, carrier.make, carrier.take, world_group(world.world_size, world.rank, world.backend), world.device
     )
@@ -67,7 +71,7 @@ def _joined_damage(loading: Loading, runs: Sequence[Sequence[int]]) -> str | Non
 class _Carrier:
     """This rank's deliveries as legs of a relay."""
 
-    def __init__(self, loading: Loading, world: World) -> None:
+    def __init__(self, loading: Loading, world: World, limits: AgentLimits) -> None:
         plan = loading.plan
         self._loading, self._device = loading, world.device
         self._deliveries = plan.deliveries(world.rank)
@@ -77,7 +81,9 @@ class _Carrier:
         self._places = {(chunk.part, chunk.number): place for place, chunk in enumerate(chunks)}
         self._at_hand: tuple[int, torch.Tensor | None] = (-1, None)
         self.legs = [self._leg(delivery, world.rank) for delivery in self._deliveries]
-        self.reader = ChunkReader(loading.path, chunks, stored, loading.folder_of)
+        # As for data: this rank names the store before those give up that wait for what it reads.
+        tell = warn if world.local_rank == 0 else None
+        self.reader = ChunkReader(loading.path, chunks, stored, loading.folder_of, limits.data_s, tell)
 
     def make(self, number: int) -> torch.Tensor:
         """The bytes of a box of a chunk that this rank has read; zeros where reading has failed."""

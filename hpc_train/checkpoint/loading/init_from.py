@@ -11,37 +11,50 @@ from hpc_train.checkpoint.format.model_tensors import MODEL_PREFIX, ModelSpec, r
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.needs import plan_loading
+from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.location import Location, locate
+from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.log import say, warn
 
 
 def load_weights(
-    source: str, pieces: Sequence[StatePiece], spec: ModelSpec, world: World, allowed: Collection[str] = ()
+    source: str,
+    pieces: Sequence[StatePiece],
+    spec: ModelSpec,
+    world: World,
+    allowed: Collection[str] = (),
+    limits: AgentLimits = USUAL_LIMITS,
 ) -> Location:
     """Fill the pieces of the model from a checkpoint, or from a run's newest; the others are left alone. Collective.
 
     Weights stored in another type are converted. Gives the checkpoint's path. allowed: as of `require_function`.
+    limits: how long a store is waited for in which nothing moves.
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it is of another model.
     """
+
+    def look() -> list[str]:
+        found = find_checkpoint(place)
+        manifest = read_manifest(found)
+        require_model(found, manifest, spec)
+        _compare(found, manifest, spec, allowed)
+        return [str(found), manifest.to_json()]
+
     told, error = None, None
     if world.rank == 0:
         try:
-            found = find_checkpoint(source)
-            manifest = read_manifest(found)
-            require_model(found, manifest, spec)
-            _compare(found, manifest, spec, allowed)
-            told = [str(found), manifest.to_json()]
+            place = locate(source)
+            told = bounded(place, look, f"looking for a checkpoint on {world.node}", limits.save_s)
         except HpcTrainError as problem:
             error = CheckpointError(f"checkpoint.init_from: {problem}")
     world.agree(error)
     told = world.control.broadcast(told)
     path = locate(told[0])
     of_model = [piece for piece in pieces if piece.name.startswith(MODEL_PREFIX)]
-    damage = fill(plan_loading(path, parse_manifest(told[1], path), of_model, world, exact=False), world)
+    damage = fill(plan_loading(path, parse_manifest(told[1], path), of_model, world, exact=False), world, limits)
     world.agree(CheckpointError(f"checkpoint.init_from: {damage}") if damage and world.rank == 0 else None)
     return path
 

@@ -30,7 +30,7 @@ from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.needs import plan_loading
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.cluster.agent_wait import words_meanwhile
+from hpc_train.cluster.agent_wait import AgentLimits, words_meanwhile
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
@@ -63,11 +63,11 @@ class StoreSteps:
 
 
 def load_local(
-    local: LocalFolder, pieces: Sequence[StatePiece], world: World, store: StoreSteps
+    local: LocalFolder, pieces: Sequence[StatePiece], world: World, store: StoreSteps, limits: AgentLimits
 ) -> tuple[LocalLoaded | None, bool]:
     """Fill the pieces from the newest whole save on the nodes' own disks that the store has nothing newer than.
 
-    Collective over all ranks. local: this node's. store: as rank 0 knows it.
+    Collective over all ranks. local: this node's. store: as rank 0 knows it. limits: as of `fill`.
 
     Returns:
         What was loaded, or None; and whether a try has left something in the pieces.
@@ -91,7 +91,7 @@ def load_local(
         problem, merged = _merged(records, chosen, store, world)
         if merged is not None:
             manifest = parse_manifest(merged.manifest, root)
-            problem, touches = _fill(root, manifest, merged, pieces, world)
+            problem, touches = _fill(root, manifest, merged, pieces, world, limits)
             is_touched = is_touched or touches
             if problem is None:
                 _say_whole(chosen, world)
@@ -246,7 +246,12 @@ def _say_whole(chosen: WholeSet, world: World) -> None:
 
 
 def _fill(
-    root: Location, manifest: Manifest, merged: _Merged, pieces: Sequence[StatePiece], world: World
+    root: Location,
+    manifest: Manifest,
+    merged: _Merged,
+    pieces: Sequence[StatePiece],
+    world: World,
+    limits: AgentLimits,
 ) -> tuple[str | None, bool]:
     """Fill the pieces; what is wrong, and whether they were touched. Collective, and the same on every rank."""
     spread = {file: (at, root / merged.folder_of_file[file]) for file, at in merged.at_of_file.items()}
@@ -255,6 +260,6 @@ def _fill(
     except CheckpointError as problem:  # raised alike on every rank
         return str(problem), False
     try:
-        return fill(loading, world), True
+        return fill(loading, world, limits), True
     except CheckpointError as problem:
         return str(problem), True

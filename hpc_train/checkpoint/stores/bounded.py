@@ -4,20 +4,57 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import TypeVar, final
 
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.checkpoint.stores.store import Cause, StoreError
-from hpc_train.cluster.agent_wait import LONGEST_GAP_S, Words
+from hpc_train.cluster.agent_wait import LONGEST_GAP_S, LOOK_S, Words
 from hpc_train.log import warn
 
 T = TypeVar("T")
 
-_LOOK_S = 1.0
-"""Between looks (assumed)."""
 _HANGS = Cause("the store does not answer", True, "Look at the file system")
+
+
+@final
+class StoreWait:
+    """One wait for another thread's work on stores, to be looked at about every second (`LOOK_S`)."""
+
+    def __init__(
+        self, places: Collection[Location], what: str, hang_s: float, tell: Callable[[str], None] | None = warn
+    ) -> None:
+        """places: where it works; the first one is named. what: is waited for. tell: as of `Words`.
+
+        hang_s: how long nothing may move in any of the stores.
+        """
+        self._place = next(iter(places))
+        self._stores = [place.store for place in places]
+        self._what, self._hang_s, self._words = what, hang_s, Words(tell)
+        self._looked_at, self._moved_at, self._still_s = time.monotonic(), self._moved(), 0.0
+
+    def look(self) -> None:
+        """Say a word where it is time, and end a wait that is of no use.
+
+        Raises:
+            StoreError: nothing has moved for hang_s.
+        """
+        now, moved_at = time.monotonic(), self._moved()
+        # A node that was suspended as a whole wakes up at no time of its own: long gaps are not the store's.
+        passed_s = min(now - self._looked_at, LONGEST_GAP_S)
+        self._still_s = self._still_s + passed_s if moved_at == self._moved_at else 0.0
+        self._looked_at, self._moved_at = now, moved_at
+        if self._still_s >= self._hang_s:
+            raise StoreError(
+                f"{self._what}: nothing has moved for {self._still_s:.0f} s, so {self._place} does not answer here. "
+                f"{_HANGS.cure}; where one call of it may take that long, raise launch.timeout_s",
+                _HANGS,
+            )
+        self._words.look(f"{self._what}, in {self._place}")
+
+    def _moved(self) -> float:
+        return max(store.moved_at for store in self._stores)
 
 
 def bounded(
@@ -31,10 +68,7 @@ def bounded(
 
     It works in a thread, which is left to itself where it hangs: a call of a file system cannot be ended.
 
-    Args:
-        what: Is waited for, such as "rank 0's use of the folder".
-        hang_s: How long nothing may move in the store.
-        tell: As of `Words`.
+    Args: as of `StoreWait`.
 
     Raises:
         StoreError: nothing has moved for hang_s. Beside what act raises.
@@ -47,19 +81,8 @@ def bounded(
         except BaseException as problem:
             done.set_exception(problem)
 
-    words, still_s = Words(tell), 0.0
-    looked_at, moved_at = time.monotonic(), place.store.moved_at
+    waiting = StoreWait([place], what, hang_s, tell)
     threading.Thread(target=work, name=f"store {place.name}", daemon=True).start()
-    while not wait([done], _LOOK_S).done:
-        now, moved = time.monotonic(), place.store.moved_at
-        # A node that was suspended as a whole wakes up at no time of its own: long gaps are not the store's.
-        still_s = still_s + min(now - looked_at, LONGEST_GAP_S) if moved == moved_at else 0.0
-        looked_at, moved_at = now, moved
-        if still_s >= hang_s:
-            raise StoreError(
-                f"{what}: nothing has moved for {still_s:.0f} s, so {place} does not answer here. {_HANGS.cure}; one "
-                "call of it may take launch.timeout_s and two minutes",
-                _HANGS,
-            )
-        words.look(f"{what}, in {place}")
+    while not wait([done], LOOK_S).done:
+        waiting.look()
     return done.result()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.files import chunk_reader
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_FILE
 from hpc_train.checkpoint.folders.run_location import open_location, run_location
+from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.stores import bounded as module
 from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.local_store import LocalBackend
@@ -18,16 +20,20 @@ from hpc_train.checkpoint.stores.location import locate
 from hpc_train.checkpoint.stores.store import StoreError, is_outage
 from hpc_train.cluster import agent_wait
 from hpc_train.cluster.agent_wait import AgentLimits
+from tests.checkpoint import plain_state
+from tests.checkpoint.plain_state import Alone
 from tests.worlds import single_world
 
 Patch = pytest.MonkeyPatch
+ELEMENTS = 8192
 HANG_S = 0.3
 """Many looks of the tests, which are each a hundredth."""
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(chunk_reader, "LOOK_S", 0.01)
     monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.05)
 
 
@@ -64,6 +70,24 @@ def test_a_store_that_hangs_when_a_run_takes_its_folder_is_told_and_ends_the_sta
         open_location(root, run_dir, 1, single_world(), "this start", limits=AgentLimits(1, 1, HANG_S))
     assert is_outage(end.value)
     assert said and f"so far for taking the folder of checkpoints on {single_world().node}, in {root}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "ending", "what"),
+    [("entries", "checkpoints", "looking for checkpoints on"), ("open_read", ".distcp", "reading step_0000003")],
+)
+def test_a_store_that_hangs_while_a_checkpoint_is_looked_for_or_read_ends_the_load(
+    tmp_path: Path, hangs: Callable[[str, str], None], call: str, ending: str, what: str
+) -> None:
+    """It is an outage, so that no older checkpoint is taken in the place of one that nobody has read."""
+    root = tmp_path / "checkpoints"
+    for step in (2, 3):
+        plain_state.save(Alone(), root, step, ELEMENTS)  # type: ignore[arg-type]
+    hangs(call, ending)
+    pieces = plain_state.state(Alone(), None, ELEMENTS)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=rf"{what}.*: nothing has moved for ") as end:
+        load_newest(root, pieces, single_world(), limits=AgentLimits(1, HANG_S, HANG_S))
+    assert is_outage(end.value)
 
 
 def test_work_that_takes_long_but_gets_on_is_waited_for(tmp_path: Path) -> None:
