@@ -108,7 +108,7 @@ def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
     root.make_folder()
     if is_elsewhere(root, run_dir):
         _claim(root, run_dir.resolve())
-    _require_space(root, run_dir, num_bytes)
+    _require_space(root, num_bytes)
     _try_writing(root)
     if is_elsewhere(root, run_dir):
         write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest_step(root)))
@@ -197,7 +197,7 @@ def _claim(root: Location, run_dir: Path) -> None:
         )
 
 
-def _require_space(root: Location, run_dir: Path, num_bytes: int) -> None:
+def _require_space(root: Location, num_bytes: int) -> None:
     free = root.store.free_bytes(root.path)
     if free is not None and free < num_bytes:
         needed, there = two_sizes(num_bytes, free)
@@ -205,7 +205,7 @@ def _require_space(root: Location, run_dir: Path, num_bytes: int) -> None:
         cure = "Free some space, or choose another checkpoint.folder for a new run"
         if len(steps) > 1:
             cure = (
-                f"{len(steps)} checkpoints of this run are there: `hpc-train ckpt prune {shlex.quote(str(run_dir))} "
+                f"{len(steps)} checkpoints of this run are there: `hpc-train ckpt prune {shlex.quote(str(root))} "
                 f"--keep 1` removes all but the newest one that is sound. Or free space elsewhere"
             )
         raise CheckpointError(f"one checkpoint needs {needed}, but {root} has {there} free. {cure}")

@@ -130,12 +130,14 @@ def test_lack_of_space_is_known_before_the_first_step(run_dir: Path) -> None:
 def test_where_older_checkpoints_fill_the_disk_the_command_that_thins_them_out_is_told(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = run_dir.parent / "store" / "llama" / "7"
     for step in (2, 4):
-        (run_dir / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
+        (store / f"step_000000{step}").mkdir(parents=True)
     monkeypatch.setattr(local_store.LocalBackend, "free_bytes", lambda backend, path: 5 << 19)
-    told = rf"one checkpoint needs 10\.0 MiB, but .* has 2\.5 MiB free\. 2 .*`hpc-train ckpt prune {run_dir} --keep 1`"
+    # Of the store itself: a run folder that is new knows of none yet.
+    told = rf"one checkpoint needs 10\.0 MiB, but .* has 2\.5 MiB free\. 2 .*`hpc-train ckpt prune {store} --keep 1`"
     with pytest.raises(CheckpointError, match=told):
-        _open(None, run_dir, 10 << 20)
+        _open(run_dir.parent / "store", run_dir, 10 << 20)
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EACCES])
