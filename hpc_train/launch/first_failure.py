@@ -15,7 +15,7 @@ from typing import Any
 from hpc_train import log
 from hpc_train.cluster.process_end import describe_signal
 from hpc_train.errors import ExitCode
-from hpc_train.launch.launcher_words import SAYS_ENDED, BadEnd
+from hpc_train.launch.launcher_words import SAYS_ENDED, SAYS_INTERRUPTED, BadEnd
 from hpc_train.launch.ranks import RanksEnd
 from hpc_train.log import FAILURE_FILE, FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import RANKS_FILE, write_atomically
@@ -49,6 +49,43 @@ def was_ended(failure: Mapping[str, Any]) -> bool:
         returncode = failure.get("returncode")
         return returncode is None or -returncode in _BY_OTHERS
     return kind_of(failure) is not FailureKind.OWN
+
+
+def who_was_interrupted(run_dir: Path, end: RanksEnd, failure: Mapping[str, Any] | None) -> str | None:
+    """Who got SIGINT, by which somebody stopped the run as by Ctrl-C; None: nobody, or a rank has failed by itself.
+
+    failure: what `first_failure` says of this end.
+    """
+    if left_with_reason(end) if failure is None else not was_ended(failure):
+        return None
+    seen = failure if failure is not None and kind_of(failure) is FailureKind.ENDED else {}
+    returncode = seen.get("returncode")
+    if returncode not in (None, -signal.SIGINT):
+        return None
+    if any(SAYS_INTERRUPTED.search(line) for line in end.said):
+        return "srun got SIGINT twice and passed it on"
+    told = _interrupted_tasks(run_dir, end.bad_end)
+    if told is not None:
+        return told
+    if returncode is not None:
+        return f"{origin_of(seen)} got SIGINT"
+    is_by_code = end.code in (-signal.SIGINT, 128 + signal.SIGINT)
+    is_by_code = is_by_code or (end.bad_end is not None and end.bad_end.signal == signal.SIGINT)
+    return "the ranks or the launcher got SIGINT" if is_by_code else None
+
+
+def _interrupted_tasks(run_dir: Path, bad_end: BadEnd | None) -> str | None:
+    """Which ranks got SIGINT, by what the launcher said; None where it did not say."""
+    if bad_end is None or bad_end.signal != signal.SIGINT or bad_end.says == "mpirun":  # which tells of one of them
+        return None
+    tasks = _tasks(run_dir)
+    named = [tasks[task] for task in bad_end.tasks if task in tasks]
+    if not named:
+        return None
+    if len(named) == len(tasks):
+        return "all ranks got SIGINT"
+    who = f"rank {named[0][0]} on {named[0][1]} alone" if len(named) == 1 else _named(rank for rank, _ in named)
+    return f"{who} got SIGINT, and the others were ended for it"
 
 
 def keep_failure(run_dir: Path, failure: Mapping[str, Any] | None) -> None:

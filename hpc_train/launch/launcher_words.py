@@ -18,6 +18,8 @@ SLURM_ENDED_IT = re.compile(r"CANCELLED AT .* DUE TO (PREEMPTION|TIME LIMIT|NODE
 # cited: slurmstepd says so, on the step's first node or where memory was out. Without a reason behind the time it may
 # only be that srun ends the others (seen), with TASK FAILURE it is that.
 SAYS_ENDED = re.compile(r"CANCELLED AT .* DUE TO (?!TASK FAILURE)|exceeded .*memory limit|oom.kill", re.IGNORECASE)
+# Seen: srun says so where it got SIGINT twice within a second, before it passes it on and ends the step.
+SAYS_INTERRUPTED = re.compile(r"^srun: sending Ctrl-C to ")
 # Seen: `srun: error: n2: task 5: Killed`, `srun: error: n[1-2]: tasks 0-3,5: Exited with exit code 1`.
 _TASKS = r"[0-9]+(?:-[0-9]+)?"
 _SRUN_TASKS = re.compile(rf"^srun: error: \S+: tasks? ({_TASKS}(?:,{_TASKS})*): (.+)$")
@@ -42,7 +44,8 @@ which ranks outlive, and KILL after Slurm's KillWait, which is 30 s unless a sit
 class BadEnd:
     """The first tasks that ended badly, in the launcher's numbering, by a signal or with an exit code.
 
-    By SIGKILL they are all that it ended at that time; is_out_of_memory: srun saw that memory was out for one of them.
+    By SIGKILL and SIGINT they are all that it ended at that time; is_out_of_memory: srun saw that memory was out for
+    one of them.
     """
 
     says: Literal["srun", "mpirun"]
@@ -65,6 +68,7 @@ class LauncherWords:
         self._clock = clock
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
         self._slurm_ended_it: str | None = None
+        self._says_interrupted: str | None = None
         self._says_ended: str | None = None
         self._before = ""
         self.has_mpirun_spoken = False
@@ -80,6 +84,8 @@ class LauncherWords:
             self.has_mpirun_spoken = self.has_mpirun_spoken or _MPIRUN_SPEAKS.search(text) is not None
             if self._slurm_ended_it is None and SLURM_ENDED_IT.search(text):
                 self._slurm_ended_it = text
+            if self._says_interrupted is None and SAYS_INTERRUPTED.search(text):
+                self._says_interrupted = text
             if self._says_ended is None and SAYS_ENDED.search(text):
                 self._says_ended = text
             bad_end = _srun_end(text) or _mpirun_end(f"{self._before}\n{text}")
@@ -96,15 +102,15 @@ class LauncherWords:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """The last lines, after the one in which Slurm says that it ended the step, however long ago that came."""
+        """The last lines, after the one that says why the step was ended as a whole, however long ago that came."""
         with self._lock:
-            told = self._slurm_ended_it or self._says_ended
+            told = self._slurm_ended_it or self._says_interrupted or self._says_ended
             first = [] if told in (None, *self._last) else [str(told)]
             return (*first, *self._last)
 
 
 def _first_of(together: Sequence[BadEnd]) -> BadEnd | None:
-    """The one of these that came first, with all that were killed where it was.
+    """The one of these that came first, with all that were killed or interrupted where it was.
 
     An abort is passed over where another task was killed: libraries abort ranks that have lost others.
     """
@@ -113,11 +119,11 @@ def _first_of(together: Sequence[BadEnd]) -> BadEnd | None:
     first = together[0]
     if first.signal == signal.SIGABRT:
         first = next((end for end in together if end.is_death and end.signal != signal.SIGABRT), first)
-    if first.signal != signal.SIGKILL:
+    if first.signal not in (signal.SIGKILL, signal.SIGINT):
         return first
-    killed = [end for end in together if end.signal == signal.SIGKILL]
-    tasks = tuple(task for end in killed for task in end.tasks)
-    return replace(first, tasks=tasks, is_out_of_memory=any(end.is_out_of_memory for end in killed))
+    alike = [end for end in together if end.signal == first.signal]
+    tasks = tuple(task for end in alike for task in end.tasks)
+    return replace(first, tasks=tasks, is_out_of_memory=any(end.is_out_of_memory for end in alike))
 
 
 def _srun_end(line: str) -> BadEnd | None:

@@ -15,7 +15,13 @@ from typing import Any
 from hpc_train import log
 from hpc_train.config import LaunchConfig
 from hpc_train.errors import ExitCode
-from hpc_train.launch.first_failure import first_failure, keep_failure, left_with_reason, was_ended
+from hpc_train.launch.first_failure import (
+    first_failure,
+    keep_failure,
+    left_with_reason,
+    was_ended,
+    who_was_interrupted,
+)
 from hpc_train.launch.launcher_words import SLURM_ENDED_IT
 from hpc_train.launch.ranks import RanksEnd
 from hpc_train.launch.saved_last import last_saved
@@ -86,7 +92,8 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     """From what a rank says of its own failure, else from what a rank wrote, else from how ranks were ended.
 
     A run that was asked to end has not failed where its ranks were ended before they could save, and lost each other.
-    It has where one of them ended by itself, as with an error's exit code or by SIGSEGV.
+    It has where one of them ended by itself, as with an error's exit code or by SIGSEGV. SIGINT, whoever got it, stops
+    a run as Ctrl-C does.
 
     stop_signal: what asks ranks to save and end. It ends a rank that is still starting; the run goes on all the same.
     any_code: the code of a failed rank is passed on even where it is none of ours, as a shell would; of a program that
@@ -112,11 +119,14 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
         return _as_written(written)  # rank 0's: all had saved by then, whatever ended them on their way out
     if end.code == ExitCode.REQUEUE and not any_code:
         return Outcome("interrupted", int(ExitCode.REQUEUE), f"stopped by its ranks in good order{newest()}", None)
+    who = who_was_interrupted(run_dir, end, failure)
+    if who is not None:
+        return Outcome("stopped", int(ExitCode.INTERNAL), f"{who}{newest()}", None)
     interruption = _interruption(end, stop_signal)
     is_error = left_with_reason(end) if failure is None else not was_ended(failure)
     if interruption is not None and not is_error:
-        who = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
-        reason = f"{interruption}; the ranks ended before all had left in good order{who}{newest()}"
+        first = f" (first {origin_of(failure)}: {failure.get('message')})" if failure is not None else ""
+        reason = f"{interruption}; the ranks ended before all had left in good order{first}{newest()}"
         return Outcome("interrupted", int(ExitCode.REQUEUE), reason, None)
     said = f". srun said: {' / '.join(end.said)}" if end.said else ""
     if failure is not None:

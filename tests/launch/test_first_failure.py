@@ -191,6 +191,58 @@ def test_ranks_that_were_killed_in_an_interruption_are_no_failure(
     assert not (tmp_path / "failure.json").exists()
 
 
+CTRL_C = "srun: sending Ctrl-C to StepId=7.1"
+INTERRUPTED = "ended without a word: killed by signal 2 (SIGINT)"
+
+
+@pytest.mark.parametrize(
+    ("end", "seen", "who"),
+    [
+        (RanksEnd(130, bad_end=BadEnd("srun", (0, 1, 2, 3), signal=2)), None, "all ranks got SIGINT"),
+        (RanksEnd(137, said=(CTRL_C, "x")), -2, "srun got SIGINT twice and passed it on"),
+        (RanksEnd(137, said=(CTRL_C,), bad_end=BadEnd("srun", (0, 1, 2, 3), signal=9)), None, "srun got SIGINT twice"),
+        (
+            RanksEnd(130, bad_end=BadEnd("srun", (2,), signal=2)),
+            -2,
+            "rank 1 on n2 alone got SIGINT, and the others were ended for it",
+        ),
+        (RanksEnd(130, bad_end=BadEnd("srun", (0, 2), signal=2)), None, "ranks 0, 1 got SIGINT, and the others were"),
+        (RanksEnd(130, bad_end=BadEnd("mpirun", (1,), signal=2)), -2, "rank 1 on n1 got SIGINT"),
+        (RanksEnd(143, asked="the driver got SIGTERM"), -2, "rank 1 on n1 got SIGINT"),
+        (RanksEnd(-2), None, "the ranks or the launcher got SIGINT"),
+    ],
+)
+def test_who_sends_sigint_to_ranks_or_launcher_has_stopped_the_run_as_by_ctrl_c(
+    tmp_path: Path, end: RanksEnd, seen: int | None, who: str
+) -> None:
+    """scancel --signal=INT, kill -INT of srun or of a rank; seen: by the agent of rank 1."""
+    on_slurm(tmp_path)
+    if seen is not None:
+        recorded(tmp_path, "ended", 1, INTERRUPTED, returncode=seen)
+    outcome = decided(tmp_path, end, stop_signal=12)
+    assert (outcome.outcome, outcome.exit_code) == ("stopped", 1)
+    assert outcome.reason.startswith(who) and outcome.reason.endswith("; nothing was saved"), outcome.reason
+    assert not (tmp_path / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "returncode"),
+    [
+        (RanksEnd(130, said=(CTRL_C,)), -11),
+        (RanksEnd(130, bad_end=BadEnd("srun", (0,), signal=2)), -11),
+        (RanksEnd(137, said=(CTRL_C,)), -9),
+        (RanksEnd(130, bad_end=BadEnd("srun", (2,), exit_code=5)), None),
+    ],
+)
+def test_a_rank_that_failed_before_somebody_sent_sigint_to_the_others_is_named(
+    tmp_path: Path, end: RanksEnd, returncode: int | None
+) -> None:
+    on_slurm(tmp_path)
+    if returncode is not None:
+        recorded(tmp_path, "ended", 1, "ended without a word: as it is", returncode=returncode)
+    assert decided(tmp_path, end, stop_signal=12).outcome == "failed"
+
+
 @pytest.mark.parametrize("returncode", [-11, -6, 7])
 @pytest.mark.parametrize("end", [RanksEnd(137, asked="the driver got SIGTERM"), RanksEnd(140)])
 def test_a_rank_that_ends_of_itself_in_an_interruption_has_failed(

@@ -63,6 +63,16 @@ def test_of_those_that_were_killed_all_are_told_that_were_so_at_once(last: float
     assert heard(lines, [0.0, 0.1, last]).first_bad_end == BadEnd("srun", tasks, signal=9, is_out_of_memory=True)
 
 
+def test_of_those_that_were_interrupted_all_are_told_and_that_srun_was_is_kept() -> None:
+    """As seen after scancel --signal=INT, and after two SIGINT to srun."""
+    lines = ["srun: error: n1: tasks 0-1: Interrupt", "srun: error: n3: task 4: Exited with exit code 1"]
+    assert heard([*lines, "srun: error: n2: task 2: Interrupt"]).first_bad_end == BadEnd("srun", (0, 1, 2), signal=2)
+    told = "srun: sending Ctrl-C to StepId=2.1"
+    more = ["srun: forcing job termination", *[f"srun: error: n{node}: task {node}: Killed" for node in range(9)]]
+    asked = "srun: interrupt (one more within 1 sec to abort)"
+    assert heard([asked, told, *more]).said == (told, *more[-5:])
+
+
 @pytest.mark.parametrize(("later", "is_it"), [(0.5, True), (5.0, False)])
 def test_an_abort_is_passed_over_for_a_death_at_the_same_time(later: float, is_it: bool) -> None:
     """Libraries abort ranks that have lost another one."""
