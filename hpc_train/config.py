@@ -305,6 +305,7 @@ class CheckpointConfig(Section):
     init_from: a checkpoint or run folder, or a URL, whose weights a run without a checkpoint of its own begins with.
     allow_changed_model: what in the section `model` may differ from what the weights were trained with.
     writer: the node agents, beside the training, or the ranks, which wait; auto: agents while every node has one.
+    on_error: whether training goes on without a save that failed; a run is not done without its last one.
     when_busy: what a save does that is due while agents write the one before. write_bytes_per_s: the most that a
     node's agent writes. finish_s: how long agents may write on when the ranks have ended. local: copies on the nodes'
     own disks, from which a run goes on where they are newer and whole; left out, none.

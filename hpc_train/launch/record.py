@@ -115,7 +115,7 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
     failure = first_failure(run_dir, end)
     if failure is not None and kind_of(failure) is FailureKind.OWN:
         return _failed(failure, any_code)
-    if written is not None and "attempt" not in written:
+    if written is not None and "attempt" not in written and written.get("exit_code"):
         return _as_written(written)  # rank 0's: all had saved by then, whatever ended them on their way out
     if end.code == ExitCode.REQUEUE and not any_code:
         return Outcome("interrupted", int(ExitCode.REQUEUE), f"stopped by its ranks in good order{newest()}", None)
@@ -143,7 +143,7 @@ def decide_outcome(run_dir: Path, end: RanksEnd, *, any_code: bool = False, stop
 
 
 def _as_written(record: Mapping[str, Any]) -> Outcome:
-    """What rank 0 has left behind of a good end; nothing of a run that is done."""
+    """What rank 0 has left behind of a good end; nothing of a run that is done and whose saves all went well."""
     code, reason = int(record.get("exit_code", 0)), str(record.get("reason", "all ranks ended well"))
     return Outcome(str(record.get("outcome", "done")), code, reason, None)
 

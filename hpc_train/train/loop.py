@@ -105,23 +105,25 @@ def _local_copies(config: Config, run_dir: Path, world: World, attempt: str) -> 
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """The run stopped before its last step. is_saved: false if the save failed and checkpoint.on_error=continue."""
+class Ended:
+    """How the steps of a start ended well.
+
+    stopped_by: why before the last step; None: all are taken. is_saved: false if the save of the step it was stopped
+    after failed and checkpoint.on_error=continue. failed_saves: on rank 0, what is to be said of saves that failed.
+    """
 
     step: int
-    reason: str
+    stopped_by: str | None
     is_saved: bool
+    failed_saves: str | None
 
 
-def train(run: Run) -> Stopped | None:
+def train(run: Run) -> Ended:
     """Take the steps that are left. Collective over all ranks.
 
-    Returns:
-        None if it took all of them.
-
     Raises:
-        HpcTrainError: too many steps in a row, or all, without finite numbers; a failed save, unless
-            checkpoint.on_error=continue.
+        HpcTrainError: too many steps in a row, or all, without finite numbers; a failed save, which with
+            checkpoint.on_error=continue is the last one of all steps.
         DataError: they had no supervised token.
     """
     config, first_step = run.config, run.step + 1
@@ -158,7 +160,8 @@ def train(run: Run) -> Stopped | None:
                 raise _different_plans(f"step {run.step + 1}")
             if stopping:
                 run.trainer.finish()
-                return Stopped(run.step, describe_reasons(run.world.control.all_gather(run.stop.reason)), is_saved)
+                stopped_by = describe_reasons(run.world.control.all_gather(run.stop.reason))
+                return Ended(run.step, stopped_by, is_saved, run.saver.failed_saves)
             if run.step == first_step:
                 _check_handlers(run)
                 run.saver.open(state_pieces(run.trainer, counted=True))
@@ -168,7 +171,7 @@ def train(run: Run) -> Stopped | None:
         run.saver.finish()
         if run.skipped_steps == run.step:
             raise _nothing_learnt(run, run.step, num_supervised if first_step == 1 else None)
-    return None
+    return Ended(run.step, None, True, run.saver.failed_saves)
 
 
 def _check_handlers(run: Run) -> None:
@@ -252,6 +255,7 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.step = loaded.step
     if run.copies is not None:
         run.copies.loaded(loaded.local_tokens, loaded.local_twice, loaded.store_step)
+    run.saver.loaded(loaded.store_step)
     run.skipped_steps = int(loaded.values["skipped_steps"])
     run.trainer.optimizer.num_updates = int(loaded.values["num_updates"])
     changes = run.feed.restore(loaded.values["loader"])

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hpc_train.comm.world import World
     from hpc_train.config import Config
     from hpc_train.train.debugger import Debugger
-    from hpc_train.train.loop import Run, Stopped
+    from hpc_train.train.loop import Ended, Run
 
 _PATIENCE_S = 20.0
 """How long a network file system may take to show the plan to another node (assumed; NFS caches up to 60 s of
@@ -142,10 +142,10 @@ def _run(run_dir: Path, plan: Plan, stop: StopMark) -> int:
         from hpc_train.config_read import load_config
 
         with attach_debugger(process_env(), world.rank) as debugger:
-            stopped = _train(run_dir, load_config(run_dir / CONFIG_FILE), plan.mesh, world, stop, debugger)
+            ended = _train(run_dir, load_config(run_dir / CONFIG_FILE), plan.mesh, world, stop, debugger)
         code = ExitCode.DONE
-        if stopped is not None and world.rank == 0:
-            code = _write_outcome(run_dir, stopped)
+        if world.rank == 0 and (ended.stopped_by or ended.failed_saves):
+            code = _write_outcome(run_dir, ended)
         world.close()
         finalize_mpi()
     except BaseException as error:
@@ -170,9 +170,7 @@ def _out_of_memory(error: BaseException) -> ConfigError | None:
     )
 
 
-def _train(
-    run_dir: Path, config: Config, mesh: Mesh, world: World, stop: StopMark, debugger: Debugger
-) -> Stopped | None:
+def _train(run_dir: Path, config: Config, mesh: Mesh, world: World, stop: StopMark, debugger: Debugger) -> Ended:
     from hpc_train.checkpoint.loading.load import load_newest
     from hpc_train.comm.bind import bind_rank, report_environment
     from hpc_train.train import loop
@@ -209,31 +207,36 @@ def _train(
         log.say(f"starting at step {run.step + 1} of {config.train.steps}")
     debugger.stop_here()
     try:
-        stopped = loop.train(run)
+        ended = loop.train(run)
     finally:
         run.feed.close()
         run.saver.close()
         run.recorder.close()
     if run.metrics is not None:
         run.metrics.close()
-    return stopped
+    return ended
 
 
-def _write_outcome(run_dir: Path, stopped: Stopped) -> ExitCode:
-    """Why the run stops although its ranks end well; the driver reads it.
+def _write_outcome(run_dir: Path, ended: Ended) -> ExitCode:
+    """Why the run stops although its ranks end well, and which saves failed; the driver reads it.
 
-    Gives the exit code of this process, which says so where that cannot be written: behind the last barrier nobody is
-    harmed by the launcher's ending the others for it.
+    Gives the exit code of this process, which says that it stops where that cannot be written: behind the last barrier
+    nobody is harmed by the launcher's ending the others for it.
     """
-    saved = "saved" if stopped.is_saved else "not saved, so that the last complete checkpoint stands"
-    reason = f"stopped after step {stopped.step}, which is {saved}: {stopped.reason}"
+    outcome, code, reason = "done", ExitCode.DONE, "all ranks ended well"
+    if ended.stopped_by is not None:
+        saved = "saved" if ended.is_saved else "not saved, so that the last complete checkpoint stands"
+        outcome, code = "interrupted", ExitCode.REQUEUE
+        reason = f"stopped after step {ended.step}, which is {saved}: {ended.stopped_by}"
+    if ended.failed_saves is not None:
+        reason = f"{reason}; {ended.failed_saves}"
     log.say(reason)
-    record = {"outcome": "interrupted", "exit_code": int(ExitCode.REQUEUE), "reason": reason}
+    record = {"outcome": outcome, "exit_code": int(code), "reason": reason}
     try:
         write_atomically(run_dir / OUTCOME_FILE, json.dumps(record, indent=1) + "\n")
     except OSError as problem:
         log.try_to_say(f"warning: {run_dir / OUTCOME_FILE} could not be written ({problem.strerror or problem})")
-        return ExitCode.REQUEUE
+        return code
     return ExitCode.DONE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.comm.control import Control, SingleControl
 from hpc_train.config import CheckpointConfig, HdpConfig, LaunchConfig, OptimizerConfig
 from hpc_train.data.batch_source import HeldoutPart
+from hpc_train.errors import CheckpointError
 from hpc_train.train import loop
 from hpc_train.train.loop import Run
 from hpc_train.train.step import StepResult
@@ -77,16 +79,17 @@ def fake_run(
     control: Control | None = None,
     heldout: Sequence[HeldoutPart] = (),
     save_s: float = 0.0,
+    refused: Collection[int] = (),
 ) -> FakeRun:
-    """A run of rank 0, evaluated and saved `every` so many steps and at its end.
+    """A run of rank 0, evaluated and saved `every` so many steps and at its end, with checkpoint.on_error=continue.
 
-    heldout: makes it one of which ranks share sequences. control: to the other ranks.
+    heldout: makes it one of which ranks share sequences. control: to the other ranks. refused: by the store, steps.
     """
     config = SimpleNamespace(
         train=SimpleNamespace(steps=steps, eval_every=every if heldout else 0, max_skipped_steps=3, gc_every=1000),
         data=SimpleNamespace(seq_len=8),
         parallel=SimpleNamespace(hdp=HdpConfig(capacity_tokens=128) if heldout else None),
-        checkpoint=CheckpointConfig(every=every),
+        checkpoint=CheckpointConfig(every=every, on_error="continue"),
         launch=LaunchConfig(),
         optimizer=OptimizerConfig(lr=1.0),
         model=None,
@@ -101,8 +104,13 @@ def fake_run(
         assert not trainer.is_inside, "in the middle of a step"
         time.sleep(save_s)
         fake.saved.append((run.step, must_last))
-        return True
+        return run.saver.save(run.step, [], {}, must_last=must_last)
 
+    def save_checkpoint(root: Any, step: int, *args: Any, **more: Any) -> None:
+        if step in refused:
+            raise CheckpointError("the store is read-only")
+
+    monkeypatch.setattr(saver_module, "save_checkpoint", save_checkpoint)
     monkeypatch.setattr(loop, "save", save)
     monkeypatch.setattr(loop, "state_pieces", lambda trainer, counted: [])
     # 0.3 s a run, which nobody asks for.

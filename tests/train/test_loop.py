@@ -38,7 +38,7 @@ ALIKE = [*(digest.hex() for digest in DIGESTS), "the end"]
 
 def test_held_out_steps_that_all_ranks_planned_alike_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = run_beside(["", *ALIKE, *ALIKE], tmp_path, monkeypatch)
-    assert loop.train(fake.run) is None
+    assert loop.train(fake.run).stopped_by is None
     assert fake.trainer.evaluated == 2 * ["part 0", "part 1", "part 2"]
     assert fake.records[1] == {"step": 2, "eval_loss": 2.0} and fake.saved == [(2, False), (4, True)]
     assert fake.trainer.is_finished

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.train import loop
-from hpc_train.train.loop import Stopped
+from hpc_train.train.loop import Ended
 from hpc_train.train.stop import StopMark, describe_reasons
 from tests.train.fake_runs import FakeTrainer, fake_run
 
@@ -146,16 +146,16 @@ def test_signals_at_random_moments_give_one_complete_save_each_at_a_step_border(
         run.stop.install()
         timer = threading.Timer(moments.uniform(0.0, 0.01), os.kill, (os.getpid(), signal.SIGUSR2))
         timer.start()
-        stopped = loop.train(run)
+        ended = loop.train(run)
         timer.join()
-        assert stopped == Stopped(run.step, "SIGUSR2 on 1 of 1 ranks", True), number
+        assert ended == Ended(run.step, "SIGUSR2 on 1 of 1 ranks", True, None), number
         assert fake.saved == [(run.step, True)] and fake.trainer.is_finished, number
 
 
 def test_a_stop_wish_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_run(tmp_path, monkeypatch, steps=1)
     fake.run.stop = StopMark(end_time=0.0)
-    assert loop.train(fake.run) is None
+    assert loop.train(fake.run) == Ended(1, None, True, None)
     assert fake.saved == [(1, True)]
 
 

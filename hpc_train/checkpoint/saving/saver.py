@@ -17,6 +17,7 @@ from hpc_train.checkpoint.folders.run_location import is_elsewhere, note_saved
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.saving.agent_saves import AgentSaves, Saved, SaveFailed
 from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.checkpoint.saving.save_record import SaveRecord
 from hpc_train.checkpoint.saving.shared_memory import AgentTarget
 from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.location import Location
@@ -57,6 +58,11 @@ class Saver:
         self._is_open = False
         self._warned_of: int | None = None
         self._failed: SaveFailed | None = None
+        self._record = SaveRecord()
+
+    def loaded(self, store_step: int | None) -> None:
+        """The run goes on from a checkpoint. store_step: on rank 0, the newest in the store. Not collective."""
+        self._record.found(store_step)
 
     def open(self, pieces: Sequence[StatePiece]) -> None:
         """Make ready now what the first save needs, for which the end of a warning may not wait.
@@ -107,6 +113,8 @@ class Saver:
             when_busy = "wait" if must_last else self._config.when_busy
             has_copy = self.is_copy_due(step) and not must_last
             is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last, has_copy=has_copy)
+            if is_begun:
+                self._record.begun(step)
             if must_last:
                 self._agents.settle()
                 if self._copies is not None:
@@ -168,18 +176,27 @@ class Saver:
         """Whether a save is still on its way beside the training, as far as this rank knows. Not collective."""
         return self._agents is not None and self._agents.is_writing
 
+    @property
+    def failed_saves(self) -> str | None:
+        """On rank 0, in words: the saves that failed, and what was saved last; None where none failed."""
+        return self._record.failures()
+
     def finish(self) -> None:
-        """Wait until what was copied is committed. Raises as `save`."""
+        """When all steps are taken, wait until what was copied is committed.
+
+        Raises:
+            CheckpointError: the last save failed, whatever checkpoint.on_error says; or as `save`.
+        """
         step = self._agents.pending_step if self._agents is not None else None
-        if self._agents is None or step is None:
-            return
-        try:
-            self._agents.settle()
-        except SaveFailed as error:
-            self._bear(error)
-        except AgentGone as problem:
-            # What was copied is lost with the agent, and the state has changed since.
-            self._bear(SaveFailed(step, str(problem)))
+        if self._agents is not None and step is not None:
+            try:
+                self._agents.settle()
+            except SaveFailed as error:
+                self._bear(error)
+            except AgentGone as problem:
+                # What was copied is lost with the agent, and the state has changed since.
+                self._bear(SaveFailed(step, str(problem)))
+        self._record.require_last()
 
     def close(self) -> None:
         """Not collective; agents write on."""
@@ -188,9 +205,11 @@ class Saver:
 
     def _save_by_ranks(self, step: int, pieces: Sequence[StatePiece], values: dict[str, Any]) -> bool:
         begin = time.perf_counter()
+        self._record.begun(step)
         try:
             save_checkpoint(self._root, step, pieces, values, self._world, keep=self._config.keep)
         except CheckpointError as error:
+            self._record.failed(step, str(error))
             if self._config.on_error == "stop":
                 raise
             if self._world.rank == 0:
@@ -203,6 +222,7 @@ class Saver:
         return True
 
     def _report(self, saved: Saved) -> None:
+        self._record.saved(saved.step)
         if self._copies is not None:
             self._copies.store_step = saved.step
         is_all = saved.seconds - saved.stall_s < _SAME_S
@@ -214,6 +234,7 @@ class Saver:
 
     def _bear(self, error: SaveFailed) -> None:
         self._failed = None
+        self._record.failed(error.step, error.why)
         if self._config.on_error == "stop":
             raise error
         self._warn_of(error)
