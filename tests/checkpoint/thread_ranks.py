@@ -136,7 +136,7 @@ def run_threads(fn: Callable[[ThreadRank], Any], size: int, *, one_node: bool = 
     return results, meeting.longest
 
 
-class _Ending(Service):
+class Ending(Service):
     """`{"say": "stop"}` ends the agent, as the driver does."""
 
     name = "stop"
@@ -161,7 +161,7 @@ def agents(num_nodes: int) -> Iterator[str]:
     with ExitStack() as stack:
         key: str | None = None
         for number in range(1, num_nodes + 1):
-            ending = _Ending()
+            ending = Ending()
             agent = stack.enter_context(served([CheckpointService(print), ending], key, node=f"n{number}"))
             key, ending.end = agent.key, agent.stop
         assert key is not None

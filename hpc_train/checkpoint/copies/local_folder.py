@@ -58,16 +58,19 @@ def folder_of_run(path: str, run_dir: Path, env: Mapping[str, str]) -> Path:
 class NodeFolder:
     """A run's folder on this node, for one start of the run, until another one claims it."""
 
-    def __init__(self, folder: Path, attempt: str, node: int) -> None:
+    def __init__(self, folder: Path, attempt: str, node: int, *, is_claimed: bool = False) -> None:
         """Make the folder where it is not there, ours alone, and claim it.
 
-        attempt: this start of the run (see `attempt`). node: this node's number in it.
+        attempt: this start of the run (see `attempt`). node: this node's number in it. is_claimed: it is there, and
+        this start has claimed it unless another one has since.
 
         Raises:
             CheckpointError: there is no such disk, all nodes share it, or the folder is somebody else's.
         """
         self.path, self._attempt, self._node = folder, attempt, node
         self.root: Location = locate(folder)
+        if is_claimed:
+            return
         self._make()
         try:
             with self._locked():

@@ -6,13 +6,14 @@ The node agents make the copies, from the memory into which ranks copy their sta
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from hpc_train.cluster.agent_address import AgentConnection
+from hpc_train.checkpoint.copies.local_folder import NodeFolder
+from hpc_train.cluster.agent_address import AgentConnection, ask_agent
 from hpc_train.cluster.agent_wait import AgentWait
 from hpc_train.comm.world import World
 from hpc_train.config import LocalCopiesConfig
@@ -21,6 +22,8 @@ from hpc_train.log import say, warn
 
 _ANSWER_S = 60.0
 """For answers that wait for nothing; assumed: a node that swaps."""
+_DROP_S = 10.0
+"""For an agent's word that it removes the copies; assumed: one that has ended is not waited for at all."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LocalCopies:
         self._twice: str | None = None
         self._has_room = False
         self._warned_of: str | None = None
-        self._drop: Callable[[], object] = lambda: None
+        self._session: str | None = None
 
     def is_due(self, step: int) -> bool:
         """Not collective."""
@@ -102,7 +105,7 @@ class LocalCopies:
             except HpcTrainError as problem:
                 error = problem
         world.agree(error)
-        self._drop = lambda: _ask(connection, {"say": "copies.drop", "session": session})
+        self._session = session
         if world.rank == 0:
             of_others = "" if world.num_nodes == 1 else ", and each node keeps another one's"
             parent = self.folder.path.parent.parent
@@ -134,12 +137,42 @@ class LocalCopies:
             keep.append(self._twice)
         return {"keep": keep, "store_step": self.store_step}
 
-    def drop(self) -> None:
-        """The store has all that the copies have: remove them. Not collective."""
+    def drop(self, agent: tuple[str, str]) -> None:
+        """The store has all that the copies have: have them removed. Not collective.
+
+        agent: job key and node of this node's, which does it; where it is gone, the first rank of the node does.
+        """
         self._whole, self._twice = (), None
-        if self._world.local_rank == 0:
-            with suppress(HpcTrainError):  # an agent that has ended is noticed by who needs it
-                self._drop()
+        if self._world.local_rank != 0:
+            return
+        # Not over the connection for saves, which is closed where the agent of any node has ended.
+        message = {"say": "copies.drop", "session": self._session}
+        told = None if self._session is None else ask_agent(*agent, message, timeout_s=_DROP_S)
+        if told is None or "error" in told:
+            self._remove()
+
+    def _remove(self) -> None:
+        """Remove this node's parts, and say so where they stay."""
+        path = self.folder.path
+        problems = [f"that disk has not answered in {_ANSWER_S:g} s"]
+
+        def remove() -> None:
+            try:
+                if path.is_dir():
+                    NodeFolder(path, self.folder.attempt, self._world.node_rank, is_claimed=True).keep_only(())
+                problems.clear()
+            except (CheckpointError, OSError) as problem:
+                problems[:] = [str(problem)]
+
+        # A daemon, beside this thread: a disk that hangs must not keep the run from ending.
+        thread = threading.Thread(target=remove, name="drop copies", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        if problems:
+            warn(
+                f"copies stay in {path} on {self._world.node}, though the store has all of them: {problems[0]}. A next "
+                "start of the run that makes copies there removes them; else remove the folder"
+            )
 
     def _keep(
         self, session: str, connection: AgentConnection, secret: str, num_bytes_of: Sequence[int], wait: AgentWait

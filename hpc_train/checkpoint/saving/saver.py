@@ -109,7 +109,10 @@ class Saver:
         self.open(pieces)
         try:
             if self._agents is None:
-                return self._save_by_ranks(step, pieces, values)
+                is_saved = self._save_by_ranks(step, pieces, values)
+                if must_last and is_saved:
+                    self._drop_copies()
+                return is_saved
             when_busy = "wait" if must_last else self._config.when_busy
             has_copy = self.is_copy_due(step) and not must_last
             is_begun = self._agents.save(step, pieces, values, when_busy, hurry=must_last, has_copy=has_copy)
@@ -117,8 +120,7 @@ class Saver:
                 self._record.begun(step)
             if must_last:
                 self._agents.settle()
-                if self._copies is not None:
-                    self._copies.drop()
+                self._drop_copies()
             return is_begun
         except SaveFailed as error:
             self._bear(error)
@@ -221,6 +223,12 @@ class Saver:
             self._report(Saved(step, seconds, seconds))
         return True
 
+    def _drop_copies(self) -> None:
+        """Nothing is gone on from but the store, which has the run's last save."""
+        if self._copies is not None:
+            assert self._agent is not None
+            self._copies.drop(self._agent)
+
     def _report(self, saved: Saved) -> None:
         self._record.saved(saved.step)
         if self._copies is not None:
@@ -280,5 +288,8 @@ class Saver:
                 "them (checkpoint.writer=auto)"
             )
             if self._copies is not None:
-                warn("there are no more copies on the nodes' own disks (checkpoint.local)")
+                warn(
+                    "no more copies are made on the nodes' own disks (checkpoint.local); those that are there stay "
+                    "until the run's last save is in the store"
+                )
         self._raise_what_was_told()

@@ -18,7 +18,7 @@ from hpc_train.checkpoint.copies import copy_keeper, local_saves
 from hpc_train.checkpoint.copies.copy_service import CopyService
 from hpc_train.checkpoint.copies.copy_wire import CopyFailed
 from hpc_train.checkpoint.copies.lineage import COPIES_FILE, Lineage, note_lineage
-from hpc_train.checkpoint.copies.local_folder import folder_of_run
+from hpc_train.checkpoint.copies.local_folder import NodeFolder, folder_of_run
 from hpc_train.checkpoint.copies.local_parts import PartName, sound_parts
 from hpc_train.checkpoint.copies.local_saves import LocalCopies, LocalFolder
 from hpc_train.checkpoint.folders.attempt import attempt_of
@@ -38,6 +38,7 @@ from hpc_train.errors import ConfigError, HpcTrainError
 from tests.agents import served
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.thread_ranks import Ending, end_agent
 from tests.ranks import TestRank, run_ranks
 from tests.worlds import make_world, single_world
 
@@ -119,7 +120,7 @@ class _Rank:
         if me.rank == 0:
             locate(root).make_folder()
             note_lineage(locate(root), Lineage(mine.attempt))
-        self._world = world
+        self._world, self._key = world, key
         self._places = [mine.path, *(folders[node] for node in holders[world.node_rank :][:1] if is_sent)]
         self.copies = LocalCopies(world, config.local, mine, holders, lambda: "127.0.0.1", 20.0)
         self.state = plain_state.state(me, None, ELEMENTS)
@@ -127,7 +128,11 @@ class _Rank:
         self.saver = Saver(config, locate(root), Path(run_dir), world, agent, lambda seconds: None, self.copies)
 
     def act(self, what: str, step: int) -> None:
-        """A step, and what is done behind it, waited for."""
+        """A step, and what is done behind it, waited for; "end": of the agent of the node of that number."""
+        if what == "end":
+            if self.me.rank == 0:
+                end_agent(self._key, f"n{step}")
+            return self._world.control.barrier()
         for piece, wanted in zip(self.state, plain_state.state(self.me, step, ELEMENTS), strict=True):
             piece.data.copy_(wanted.data)
         values = {"num_updates": step}
@@ -137,8 +142,9 @@ class _Rank:
                 time.sleep(0.005)
         else:
             self.saver.save(step, self.state, values, must_last=what == "last")
-            assert self.saver._agents is not None
-            self.saver._agents.settle()
+            if what != "last":
+                assert self.saver._agents is not None
+                self.saver._agents.settle()
         while what != "last" and not all(map(self._has_part(step), self._places)):
             time.sleep(0.005)
         self._world.control.barrier()
@@ -196,8 +202,10 @@ def _agents(num_nodes: int) -> Iterator[str]:
         key: str | None = None
         for node in range(num_nodes):
             copies = CopyService(lambda text: None)
-            services = [CheckpointService(lambda text: None, copies), copies]
-            key = stack.enter_context(served(services, key, node=f"n{node}")).key
+            ending = Ending()
+            services = [CheckpointService(lambda text: None, copies), copies, ending]
+            agent = stack.enter_context(served(services, key, node=f"n{node}"))
+            key, ending.end = agent.key, agent.stop
         assert key is not None
         yield key
 
@@ -323,6 +331,31 @@ def test_older_copies_make_room_and_all_go_when_the_store_has_the_last_step(save
     assert [site.parts(disk) for disk in range(3)] == [[], [], []]
     found = _loaded({"newer": newer.told(), "last": site.told()})
     assert [entry[:2] for entry in found.values()] == [(8, True), (10, False)]
+
+
+def test_all_copies_go_with_the_last_save_also_where_the_agent_of_a_node_has_ended(
+    saved: _Site, tmp_path: Path
+) -> None:
+    site = saved.copy(tmp_path / "site")
+    said = _saved(site, [("copy", 6), ("end", 1), ("last", 7)])
+    assert sum("no more copies are made" in text for text in said) == 1
+    assert [site.parts(disk) for disk in range(3)] == [[], [], []]
+
+
+def test_copies_that_another_start_has_taken_over_are_left_to_it_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(local_saves, "warn", said.append)
+    folder = tmp_path / "disk/user/run"
+    (tmp_path / "disk").mkdir()
+    NodeFolder(folder, "the next start", 0)
+    part = folder / PartName(3, "a1", 0, 1).folder
+    part.mkdir()
+    config = LocalCopiesConfig(path="/", every=1)
+    copies = LocalCopies(single_world(), config, LocalFolder(folder, "this start"), (), lambda: "", 1.0)
+    copies.drop(("no such key", "n1"))
+    assert part.is_dir() and len(said) == 1 and said[0].startswith(f"copies stay in {folder} on n1, though the store ")
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
