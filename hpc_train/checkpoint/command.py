@@ -72,7 +72,7 @@ def _verified(checkpoint: Location) -> tuple[str, list[str]]:
     from hpc_train.checkpoint.folders.verify import verify
     from hpc_train.checkpoint.format.manifest import NewerFormatError, read_manifest
     from hpc_train.checkpoint.progress import Progress
-    from hpc_train.checkpoint.stores.store import is_outage
+    from hpc_train.checkpoint.stores.store import is_outage, is_unread
 
     try:
         with Progress(f"reading {checkpoint.name}") as progress:
@@ -86,6 +86,8 @@ def _verified(checkpoint: Location) -> tuple[str, list[str]]:
     except CheckpointError as error:
         if is_outage(error):
             raise
+        if is_unread(error):
+            return "cannot be read", [str(error)]
         problems = [str(error)]
     return "damaged" if problems else "sound", problems
 

@@ -13,7 +13,7 @@ from hpc_train.checkpoint.files.boxes import BoxFiles
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.stores.bounded import StoreWait
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError, is_outage
+from hpc_train.checkpoint.stores.store import StoreError, is_unread
 from hpc_train.cluster.agent_wait import LOOK_S
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import Chunk
@@ -93,7 +93,7 @@ class ChunkReader:
                     self._check(row, stored, chunk.skipped, data, item_bytes)
                     self._ready.put(data)
         except CheckpointError as error:
-            if is_outage(error):
+            if is_unread(error):
                 self.failure = error
             else:
                 self.problem = str(error)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.format.manifest import Manifest, NewerFormatError, UnfinishedError, read_manifest
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError, is_outage
+from hpc_train.checkpoint.stores.store import StoreError, is_outage, is_unread
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 
@@ -204,15 +204,19 @@ def read_committed(path: Location) -> Manifest:
 
 
 def newest_step(root: Location) -> int | None:
-    """The newest step that was committed here, whether it is sound or not; None where there is none."""
+    """The newest step that was committed here, whether it is sound or not; None where there is none.
+
+    Raises:
+        StoreError: the newest one cannot be read, so that nobody knows whether it is of that step.
+    """
     for step, path in steps_newest_first(root):
         try:
             read_committed(path)
         except MisnamedError:
             continue
         except CheckpointError as error:
-            if is_outage(error):
-                raise
+            if is_unread(error):
+                raise unread_refusal(path, error) from error
         return step
     return None
 
@@ -223,16 +227,33 @@ def sound_checkpoints(
     """Checkpoints that are what their name says and whose files are all there in full size, newest first.
 
     Says which ones it skips and why.
+
+    Raises:
+        StoreError: one cannot be read, so that an older one would be taken although it may be whole.
+        NewerFormatError: for the same reason.
     """
     for _, path in steps_newest_first(root):
         try:
             manifest = _read_patiently(path, sleep)
         except CheckpointError as error:
-            if is_outage(error) or isinstance(error, NewerFormatError):
-                raise  # the older one would be taken although this one may be whole
+            if is_unread(error):
+                raise unread_refusal(path, error) from error
+            if isinstance(error, NewerFormatError):
+                raise
             warn(f"checkpoint {path} skipped: {error}")
             continue
         yield path, manifest
+
+
+def unread_refusal(path: Location, error: CheckpointError) -> StoreError:
+    """Why no older checkpoint is taken for one that a store does not give, and how to take one all the same."""
+    told = StoreError(
+        f"{path} cannot be read and may be whole, so no older checkpoint is taken in its place (to go on from an older "
+        f"one all the same, move it away): {error}",
+        error.cause if isinstance(error, StoreError) else None,
+    )
+    told.reporter = error.reporter
+    return told
 
 
 def _read_patiently(path: Location, sleep: Callable[[float], None]) -> Manifest:
@@ -257,7 +278,8 @@ def prune(
 ) -> None:
     """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged and misnamed ones stay, uncounted.
 
-    What cannot be looked at or removed now is told and left for the next time: the save before it went well.
+    What cannot be read or removed now is told and left for the next time, with all that is older: the save before it
+    went well.
 
     is_enough: asked after each one that was removed; true leaves the rest for the next time.
     """
@@ -280,7 +302,7 @@ def _is_sound(path: Location) -> bool:
     try:
         read_committed(path)
     except CheckpointError as error:
-        if is_outage(error):
+        if is_unread(error):
             raise
         return False
     return True

@@ -8,7 +8,7 @@ from hpc_train.checkpoint.folders.folder import read_committed, remove_checkpoin
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import is_outage
+from hpc_train.checkpoint.stores.store import StoreError, is_unread
 from hpc_train.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def plan_pruning(root: Location, keep: int, every: int | None = None, progress: 
 
     Raises:
         ValueError: keep < 1.
-        StoreError: the store does not answer.
+        StoreError: one of them cannot be read, so that nobody knows what of the others may go.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint is kept")
@@ -61,6 +61,11 @@ def _problem(path: Location, progress: Advance | None) -> str | None:
         read_committed(path)
         return next(verify(path, progress), None) if progress is not None else None
     except CheckpointError as error:
-        if is_outage(error):
-            raise
+        if is_unread(error):
+            cause = error.cause if isinstance(error, StoreError) else None
+            raise StoreError(
+                f"nothing is removed, since {path} cannot be read and may be whole (to thin out the others, move "
+                f"it away): {error}",
+                cause,
+            ) from error
         return str(error)

@@ -29,7 +29,7 @@ def fill(loading: Loading, world: World, limits: AgentLimits) -> str | None:
     limits: how long a store is waited for in which nothing moves.
 
     Raises:
-        HpcTrainError: on every rank: the store does not answer one of them.
+        CheckpointError: on every rank: the store does not give one of them what lies there.
     """
     if len(loading.plan.gaps):
         return _gap(loading)

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 from hpc_train.checkpoint.copies.lineage import Lineage, read_lineage
 from hpc_train.checkpoint.copies.local_saves import LocalFolder
-from hpc_train.checkpoint.folders.folder import newest_step, sound_checkpoints, steps_newest_first
+from hpc_train.checkpoint.folders.folder import (
+    newest_step,
+    sound_checkpoints,
+    steps_newest_first,
+    unread_refusal,
+)
 from hpc_train.checkpoint.format.manifest import Manifest, parse_manifest
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
@@ -59,8 +64,8 @@ def load_newest(
     how long a store is waited for in which nothing moves.
 
     Raises:
-        CheckpointError: on every rank: a checkpoint of another model, checkpoints without a sound one, or a store
-            that does not answer.
+        CheckpointError: on every rank: a checkpoint of another model, checkpoints without a sound one, or one that a
+            store does not give, and that may be whole.
     """
     root = locate(place)
     sound = sound_checkpoints(root)  # begins to look when rank 0 asks
@@ -74,7 +79,11 @@ def load_newest(
             return Loaded(locate(local.path), from_disks.step, values, store.sound, tokens, twice)
     while found is not None:
         path, manifest = found
-        problem = fill(plan_loading(path, manifest, pieces, world, exact=True), world, limits)
+        loading = plan_loading(path, manifest, pieces, world, exact=True)
+        try:
+            problem = fill(loading, world, limits)
+        except CheckpointError as error:  # on every rank
+            raise unread_refusal(path, error) from error
         if problem is None:
             return Loaded(path, manifest.step, manifest.values, manifest.step)
         if world.rank == 0:

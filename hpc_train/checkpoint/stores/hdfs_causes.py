@@ -55,7 +55,7 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     (
         r"FileAlreadyExists|ParentNotDirectory|FileExistsError|[Nn]ot a directory",
-        Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder."),
+        Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder.", is_damage=True),
     ),
     (
         r"AccessControlException|Permission denied",
@@ -107,7 +107,12 @@ _CAUSES: list[tuple[str, Cause]] = [
         ),
     ),
     (
-        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|[Cc]hecksum|DataTransfer|Not enough active nodes",
+        r"[Cc]hecksum",
+        Cause("the bytes of a block do not have their checksum", True, _TELL_THE_SITE, is_of_file=True, is_damage=True),
+    ),
+    (
+        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|Not enough active nodes",
+        # Data nodes may be back later, so it is not known to be lost.
         Cause("no data node holds sound bytes of a block, or could take it", True, _TELL_THE_SITE, is_of_file=True),
     ),
 ]

@@ -13,18 +13,25 @@ from pathlib import Path
 
 from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 
-_FILE_IN_THE_WAY = Cause("a file stands where a folder is needed", False, "Rename it, or choose another folder.")
+_FILE_IN_THE_WAY = Cause(
+    "a file stands where a folder is needed", False, "Rename it, or choose another folder.", is_damage=True
+)
+_NO_PERMISSION = Cause(
+    "no permission", False, "Have its owner or mode changed, or choose a folder that this user may read and write."
+)
 _CAUSES = {
     errno.ENOSPC: Cause("no space is left", False, "Remove old files, or choose another folder."),
     errno.EDQUOT: Cause("the quota is used up", False, "Remove old files, or choose another folder."),
-    errno.EACCES: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
-    errno.EPERM: Cause("no permission", False, "Choose a folder that this user may write, or correct its mode."),
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
+    errno.EIO: Cause("the disk or its server has failed", False, "Try to read it by hand, and tell the site."),
     errno.EROFS: Cause("the file system is mounted read-only", False, "Choose another one, or tell the site."),
     errno.ENOTDIR: _FILE_IN_THE_WAY,
     errno.EEXIST: _FILE_IN_THE_WAY,
+    errno.EISDIR: Cause("a folder stands where a file is needed", False, "Rename it.", is_damage=True),
     errno.ENOENT: Cause("no folder can be made there", False, "Choose another one."),
     errno.ENAMETOOLONG: Cause("the name is too long for this file system", False, "Choose a shorter one."),
-    errno.ELOOP: Cause("its links lead in a circle", False, "Mend the link, or choose another folder."),
+    errno.ELOOP: Cause("its links lead in a circle", False, "Mend the link, or choose another folder.", is_damage=True),
     errno.ESTALE: Cause("the file handle is stale", True, "Tell the site if its file servers do this often."),
     errno.ETIMEDOUT: Cause("the file server does not answer", True, "Tell the site."),
 }

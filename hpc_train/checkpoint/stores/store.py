@@ -43,13 +43,15 @@ class Entry:
 class Cause:
     """Why a call failed: in words, whether waiting may help, and what a person should do.
 
-    is_of_file: the store itself answers, and this file is damaged.
+    is_of_file: the store itself answers, and this file alone it does not give. is_damage: what lies there is known: it
+    was read and is damaged, or is no file.
     """
 
     text: str
     may_pass: bool
     cure: str
     is_of_file: bool = False
+    is_damage: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,14 @@ class StoreError(CheckpointError):
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether a store did not answer, so that nothing is known of what lies there."""
+    """Whether a store did not answer at all, so that nothing else in it can be asked for either."""
     cause = error.cause if isinstance(error, StoreError) else None
     return cause is not None and cause.may_pass and not cause.is_of_file
+
+
+def is_unread(error: Exception) -> bool:
+    """Whether a store did not give what lies there, whatever the reason, so that nobody knows whether it is sound."""
+    return isinstance(error, StoreError) and not (error.cause is not None and error.cause.is_damage)
 
 
 class BackendReader(ABC):

@@ -140,6 +140,8 @@ def _read_that_fails(read, kind: str):
         calls["read"] += 1
         if calls["read"] == 3 and kind == "outage":
             raise StoreError("cannot read: it does not answer", Cause("it does not answer", True, "Wait."))
+        if calls["read"] == 3 and kind == "permission":
+            raise StoreError("cannot open it: no permission", Cause("no permission", False, "Have its mode changed."))
         if calls["read"] == 3 and kind == "bug":
             raise RuntimeError("something else")
         if calls["read"] == 3 and kind == "damage":
@@ -156,12 +158,13 @@ def _read_that_fails(read, kind: str):
 def test_a_rank_that_cannot_read_is_told_by_all_and_hangs_nobody(tmp_path: Path, failing_rank: int) -> None:
     _save(tmp_path, 1, seed=1)
     _save(tmp_path, 2, seed=2)
-    told = run_ranks(_failing, 3, str(tmp_path), failing_rank, ["damage", "flip", "outage", "bug"], 7)
+    told = run_ranks(_failing, 3, str(tmp_path), failing_rank, ["damage", "flip", "outage", "permission", "bug"], 7)
     assert [of_rank["damage"] for of_rank in told] == [("loaded", "1")] * 3
     assert [of_rank["flip"] for of_rank in told] == [("loaded", "1")] * 3
     for rank, of_rank in enumerate(told):
-        assert of_rank["outage"][0] == ("StoreError" if rank == failing_rank else "CheckpointError")
-        assert "it does not answer" in of_rank["outage"][1]
+        for kind, cause in (("outage", "it does not answer"), ("permission", "no permission")):
+            name, words = of_rank[kind]
+            assert name == "StoreError" and cause in words and "step_0000002 cannot be read and may be whole" in words
         assert of_rank["bug"][0] == ("RuntimeError" if rank == failing_rank else "CollectiveError")
         assert "something else" in of_rank["bug"][1]
 
