@@ -445,20 +445,7 @@ class Config(Section):
             raise ValueError(
                 "train.eval_every is set but there is no held-out data: give data.heldout or data.heldout_fraction"
             )
-        if self.train.global_batch_size % self.train.micro_batch_size:
-            raise ValueError(
-                f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size={self.train.micro_batch_size}. Use train.micro_batch_size="
-                f"{self._smaller_micro_batch()}"
-            )
         return self
-
-    def _smaller_micro_batch(self) -> int:
-        """The largest below the given one that divides the batch, and each dp rank's share where that is known."""
-        batch, dp = self.train.global_batch_size, self.parallel.dp or 1
-        share = batch if batch % dp else batch // dp
-        most = min(share, self.train.micro_batch_size, 100_000)
-        return next(size for size in range(most, 0, -1) if share % size == 0)
 
     @model_validator(mode="after")
     def _optimizer_updates_early(self) -> Config:

@@ -17,7 +17,7 @@ from hpc_train.plan.advice import checked
 from hpc_train.plan.axis_bytes import micro_batches_of
 from hpc_train.plan.batch import check_batch_sizes
 from hpc_train.plan.batch_of_run import check_hdp
-from hpc_train.plan.changes import Change, SizesError, one_of
+from hpc_train.plan.changes import Change, SizesError, largest_divisor, one_of
 from hpc_train.plan.memory import check_memory
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import check_rows, check_split
@@ -126,12 +126,12 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
 def _changes_of_micro_batches(config: Config, mesh: Mesh) -> list[Change]:
     """With which each stage of a pipeline has a micro-batch to work on."""
     train, count = config.train, micro_batches_of(config, mesh)
-    fewer = [pp for pp in range(1, count + 1) if mesh.pp % pp == 0][-2:]
+    fewer = [pp for pp in range(1, min(count, mesh.pp) + 1) if mesh.pp % pp == 0][-2:]
     changes = one_of("parallel.pp", fewer[::-1])
     changes += one_of("train.global_batch_size", [mesh.pp * mesh.dp * train.micro_batch_size])
     sequences = train.global_batch_size // mesh.dp
-    smaller = [size for size in range(1, train.micro_batch_size) if sequences % size == 0]
-    return changes + one_of("train.micro_batch_size", [size for size in smaller if sequences // size >= mesh.pp][-1:])
+    smaller = largest_divisor(sequences, min(train.micro_batch_size - 1, sequences // mesh.pp))
+    return changes + one_of("train.micro_batch_size", [] if smaller is None else [smaller])
 
 
 @dataclass(frozen=True)

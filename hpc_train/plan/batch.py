@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from hpc_train.errors import ConfigError
-from hpc_train.plan.changes import SizesError, one_of
+from hpc_train.plan.changes import SizesError, largest_divisor, one_of
 
 
 @final
@@ -130,7 +130,8 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp: int) ->
     if global_batch_size % unit:
         below = global_batch_size // unit * unit
         sizes = [below, below + unit] if below else [unit]
-        by_rank = [n for n in range(1, micro_batch_size) if global_batch_size % (dp * n) == 0][-1:]
+        each = None if global_batch_size % dp else largest_divisor(global_batch_size // dp, micro_batch_size - 1)
+        by_rank = [] if each is None else [each]
         raise SizesError(
             f"global_batch_size={global_batch_size} is not a multiple of dp * micro_batch_size = {dp} * "
             f"{micro_batch_size} = {unit}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,6 +84,13 @@ def listed(changes: Sequence[Change]) -> str:
 def one_of(key: str, values: Sequence[Any]) -> list[Change]:
     """A change for each value of a setting."""
     return [Change({key: value}) for value in values]
+
+
+def largest_divisor(number: int, at_most: int) -> int | None:
+    """Of a number above 0 the largest divisor that is not above another; None where that is below 1."""
+    small = (divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0)
+    fitting = (each for divisor in small for each in (divisor, number // divisor) if each <= at_most)
+    return max(fitting, default=None)
 
 
 def nearest(numbers: Sequence[int], to: int) -> list[int]:

@@ -21,6 +21,14 @@ from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
 
 Kind = Literal["1f1b", "zero_bubble"]
 
+MOST_ALIKE = 5
+"""Groups of micro-batches of one size that show what more of them would.
+
+Derived: from a stage's next forward back to its oldest open weight gradient are at most (v - 1)(p + 1) + 2(p - 1) of
+its actions of a kind, and a group has v p or more; so what is in work is of 4 groups at most, and with the fifth every
+such set within groups of one size has been there.
+"""
+
 
 @lru_cache(maxsize=8)
 def plan_schedule(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
@@ -100,7 +108,7 @@ def plan_zero_bubble(
 @lru_cache(maxsize=8)
 def plan_forward_only(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Every micro-batch forward through the stages, for an evaluation; any number of them."""
-    forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)
+    forwards = _in_groups(Op.F, _listed(_group_sizes(num_stages, num_micro_batches)), virtual_stages)
     chunks = chunks_of_stages(num_stages, virtual_stages)
     return Schedule(num_micro_batches, chunks, add_transfers([forwards] * num_stages, chunks))
 
@@ -117,55 +125,80 @@ def bubble_formula(kind: Kind, num_stages: int, num_micro_batches: int, virtual_
     return idle / (work + idle)
 
 
+def plan_shortened(
+    kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, most_alike: int = MOST_ALIKE
+) -> Schedule:
+    """The plan of `plan_schedule` without what repeats, so that its length does not grow with the micro-batches.
+
+    most_alike: Groups of micro-batches of one size that are kept.
+    """
+    check_micro_batches(num_stages, num_micro_batches)
+    sizes = _listed(_group_sizes(num_stages, num_micro_batches), most_alike)
+    return _plan_groups(num_stages, sizes, virtual_stages, eager=False, split=kind == "zero_bubble")
+
+
+def shortened_stage_work(
+    kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int
+) -> Sequence[Action]:
+    """F, B and W of one stage of the plan of `plan_shortened`: every set of micro-batches that the stage has in work
+    at some moment of the whole plan is there, in the order of their first moments.
+    """
+    sizes = _listed(_group_sizes(num_stages, num_micro_batches), MOST_ALIKE)
+    return _stage_work(num_stages, sizes, virtual_stages, stage, eager=False, split=kind == "zero_bubble")
+
+
 def _plan(num_stages: int, num_micro_batches: int, virtual_stages: int, eager: bool, *, split: bool) -> Schedule:
     check_micro_batches(num_stages, num_micro_batches)
+    sizes = _listed(_group_sizes(num_stages, num_micro_batches))
+    return _plan_groups(num_stages, sizes, virtual_stages, eager=eager, split=split)
+
+
+def _plan_groups(num_stages: int, sizes: Sequence[int], virtual_stages: int, *, eager: bool, split: bool) -> Schedule:
     if virtual_stages < 1:
         raise ConfigError(f"parallel.virtual_stages={virtual_stages} leaves a stage without layers; give 1 or more")
     compute = [
-        _stage_work(num_stages, num_micro_batches, virtual_stages, stage, eager=eager, split=split)
-        for stage in range(num_stages)
+        _stage_work(num_stages, sizes, virtual_stages, stage, eager=eager, split=split) for stage in range(num_stages)
     ]
     chunks = chunks_of_stages(num_stages, virtual_stages)
-    return Schedule(num_micro_batches, chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
-
-
-def stage_work(
-    kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int
-) -> Sequence[Action]:
-    """F, B and W of one stage of what `plan_schedule` plans, for as many micro-batches as it needs or more."""
-    split = kind == "zero_bubble"
-    return _stage_work(num_stages, num_micro_batches, virtual_stages, stage, eager=False, split=split)
+    return Schedule(sum(sizes), chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
 
 
 def _stage_work(
-    num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int, *, eager: bool, split: bool
+    num_stages: int, sizes: Sequence[int], virtual_stages: int, stage: int, *, eager: bool, split: bool
 ) -> Sequence[Action]:
-    forwards = _in_groups(Op.F, num_stages, num_micro_batches, virtual_stages)
-    backwards = _in_groups(Op.B, num_stages, num_micro_batches, virtual_stages)
+    """sizes: of the groups of micro-batches that go through all chunks together."""
+    forwards = _in_groups(Op.F, sizes, virtual_stages)
+    backwards = _in_groups(Op.B, sizes, virtual_stages)
     # The first micro-batch's last chunk comes behind a whole group's other chunks.
-    first_round = (virtual_stages - 1) * _group_sizes(num_stages, num_micro_batches)[0]
+    first_round = (virtual_stages - 1) * sizes[0]
     for_each_stage_after = 2 if eager or virtual_stages > 1 else 1
     ahead = first_round + for_each_stage_after * (num_stages - 1 - stage)
     work = _in_turn(forwards, backwards, min(ahead, len(forwards)))
     return _with_weights(work, backwards, stage) if split else work
 
 
-def _group_sizes(num_stages: int, num_micro_batches: int) -> list[int]:
-    """How many micro-batches go through all chunks together: at least one for each stage, larger groups first.
+def _group_sizes(num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """How many micro-batches go through all chunks together, and how many such groups there are: at least one for each
+    stage, larger groups first.
 
     With a smaller group a stage would wait for its micro-batches to come round; with a larger one behind a smaller the
     backwards would catch up with the forwards.
     """
     num_groups = max(1, num_micro_batches // num_stages)
     size, left_over = divmod(num_micro_batches, num_groups)
-    return [size + (index < left_over) for index in range(num_groups)]
+    return (size + 1, left_over), (size, num_groups - left_over)
 
 
-def _in_groups(op: Op, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
+def _listed(group_sizes: Sequence[tuple[int, int]], most_alike: int | None = None) -> list[int]:
+    """The size of each group. most_alike: leave out what are more of one size."""
+    return [size for size, count in group_sizes for _ in range(count if most_alike is None else min(count, most_alike))]
+
+
+def _in_groups(op: Op, sizes: Sequence[int], virtual_stages: int) -> list[Action]:
     """All forwards or backwards of a stage, in the order that is the same on each."""
     own_chunks = range(virtual_stages) if op is Op.F else range(virtual_stages - 1, -1, -1)
     actions, first = [], 0
-    for size in _group_sizes(num_stages, num_micro_batches):
+    for size in sizes:
         actions += [Action(op, index, own) for own in own_chunks for index in range(first, first + size)]
         first += size
     return actions

@@ -35,6 +35,8 @@ BROKEN = [
     ("tiny", 1, 4, ("parallel.dp=2", "parallel.tp=3")),
     ("tiny", 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true")),
     ("tiny", 1, 7, ("train.global_batch_size=8", "train.micro_batch_size=8")),
+    ("tiny", 1, 4, ("parallel.tp=3", "train.global_batch_size=24", "train.micro_batch_size=5")),
+    ("tiny", 1, 2, ("train.global_batch_size=24", "train.micro_batch_size=5")),
     ("tiny", 1, 6, ("parallel.pp=6",)),
     ("tiny", 1, 2, ("parallel.pp=2", "parallel.virtual_stages=8")),
     ("tiny", 1, 2, ("parallel.pp=2", "parallel.layers_per_stage=[1,1]")),

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_train.plan import estimate
 from hpc_train.plan.estimate import MEGATRON_LM, dp_bytes, estimate_step, pipeline_cost
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule import COMPUTE, Op
+from hpc_train.plan.schedule import COMPUTE, Op, Schedule
 from hpc_train.plan.schedule_orders import bubble_formula, plan_1f1b
-from hpc_train.plan.simulate import even_costs, simulate
+from hpc_train.plan.schedule_steps import Costs
+from hpc_train.plan.simulate import Simulation, even_costs, simulate
 from tests.plan.calibration import RATES, ROWS, Row, error_left_out, fit, modelled_s
 from tests.train.trainers import make_config
 
@@ -53,6 +55,35 @@ def test_for_unequal_stages_it_is_the_simulator_s_too(costs: tuple[int, ...]) ->
 
     played = simulate(plan_1f1b(4, 12), cost)
     assert pipeline_cost([3 * cost for cost in costs], 12) == pytest.approx(played.makespan)
+
+
+@pytest.mark.parametrize(("pp", "count", "chunks"), [(2, 90, 1), (3, 101, 2), (4, 97, 1)])
+def test_of_a_long_zero_bubble_schedule_no_more_than_what_repeats_is_played(
+    pp: int, count: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        {**LLAMA, "num_layers": 7}, parallel={"schedule": "zero_bubble", "pp": pp, "virtual_stages": chunks}
+    )
+    played: list[int] = []
+
+    def counted(schedule: Schedule, costs: Costs) -> Simulation:
+        played.append(schedule.num_micro_batches)
+        return simulate(schedule, costs)
+
+    def bubble(num_micro_batches: int) -> float:
+        changed = config.model_copy(
+            update={"train": config.train.model_copy(update={"global_batch_size": num_micro_batches})}
+        )
+        return estimate_step(changed, Mesh(pp, 1, 1, 1), MEGATRON_LM).bubble
+
+    monkeypatch.setattr(estimate, "simulate", counted)
+    whole = bubble(count)
+    assert played == [count]
+    monkeypatch.setattr(estimate, "_MOST_PLAYED", 10 * chunks * pp * pp)
+    assert bubble(count) == pytest.approx(whole, abs=1e-9)
+    shortened = played[1:]
+    assert max(shortened) < count and len(shortened) == 2
+    assert bubble(count + 12 * 10**7) < whole and played[3:] == shortened
 
 
 def test_a_step_is_the_pipeline_s_time_and_what_dp_does_not_hide() -> None:

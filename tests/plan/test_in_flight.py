@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.schedule import Op
-from hpc_train.plan.schedule_orders import plan_schedule
+from hpc_train.plan.schedule_orders import plan_schedule, plan_shortened, shortened_stage_work
+
+_SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
 
-@given(st.sampled_from(["1f1b", "zero_bubble"]), st.integers(1, 5), st.integers(0, 6), st.integers(1, 3), st.data())
-def test_the_fullest_moment_is_that_of_the_plan(kind, stages, more, virtual, data):
-    kept, queued = (
-        data.draw(st.lists(st.integers(0, 9), min_size=virtual, max_size=virtual), label=what)
-        for what in ("kept", "queued")
-    )
+@given(
+    st.sampled_from(["1f1b", "zero_bubble"]), st.integers(1, 5), st.integers(0, 6), st.integers(1, 3), _SIZES, _SIZES
+)
+@example("1f1b", 7, 97, 2, [3, 5, 0], [0, 0, 0])  # of groups of 8 and of 7 there are more than need be looked at
+@example("zero_bubble", 7, 97, 3, [9, 1, 4], [2, 7, 1])
+@example("zero_bubble", 3, 40, 2, [1, 8, 0], [5, 1, 0])
+def test_the_fullest_moment_is_that_of_the_plan(kind, stages, more, virtual, kept, queued):
+    kept, queued = kept[:virtual], queued[:virtual]
     for stage, actions in enumerate(plan_schedule(kind, stages, stages + more, virtual).actions):
         counts = {Op.F: [0] * virtual, Op.B: [0] * virtual, Op.W: [0] * virtual}
         most = 0
@@ -37,3 +42,10 @@ def test_the_fullest_moment_is_that_of_the_plan(kind, stages, more, virtual, dat
         assert found.num_bytes == most
         parts = zip(found.forwarded, kept, found.queued, queued, strict=True)
         assert sum(forwarded * size + waiting * left for forwarded, size, waiting, left in parts) == most
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
+def test_no_more_is_looked_at_for_a_billion_micro_batches_than_for_a_hundred(kind):
+    looked_at = [list(shortened_stage_work(kind, 3, count, 2, 0)) for count in (100, 10**9)]
+    assert looked_at[0] == looked_at[1]
+    assert plan_shortened(kind, 3, 10**9, 2) == plan_shortened(kind, 3, 100, 2)
