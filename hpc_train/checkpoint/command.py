@@ -43,16 +43,17 @@ def ls_command(args: Namespace) -> int:
 
 def verify_command(args: Namespace) -> int:
     from hpc_train.checkpoint.folders.find import checkpoints_folder, find_checkpoint, is_checkpoint
-    from hpc_train.checkpoint.folders.folder import steps_newest_first
+    from hpc_train.checkpoint.folders.folder import NO_FOLDER, named_newest_first
     from hpc_train.checkpoint.stores.location import locate
 
     path = locate(args.path)
-    every: list[Location] = []
+    every: list[tuple[Location, bool]] = []
     if path.is_folder() and not is_checkpoint(path):
-        every = [found for _, found in steps_newest_first(checkpoints_folder(path))]
+        root = checkpoints_folder(path)
+        every = [(root / entry.name, entry.is_folder) for _, entry in named_newest_first(root)]
     bad = 0
-    for checkpoint in every or [find_checkpoint(path)]:
-        verdict, problems = _verified(checkpoint)
+    for checkpoint, is_folder in every or [(find_checkpoint(path), True)]:
+        verdict, problems = _verified(checkpoint) if is_folder else ("no checkpoint", [f"it {NO_FOLDER}"])
         bad += bool(problems)
         print(f"{checkpoint}: {verdict}", flush=True)
         for problem in problems:
@@ -152,6 +153,8 @@ def prune_command(args: Namespace) -> int:
         }
         print(json.dumps(tree, indent=1))
         return ExitCode.DONE
+    if not (pruning.kept or pruning.damaged or pruning.removed):
+        print(f"no checkpoints in {root}")
     for path in pruning.kept:
         print(f"kept     {path.name}")
     for path, problem in pruning.damaged:

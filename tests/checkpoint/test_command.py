@@ -14,7 +14,9 @@ import pytest
 
 from hpc_train.checkpoint.command import parse_size
 from hpc_train.checkpoint.convert import hf_folder
+from hpc_train.checkpoint.folders.find import find_checkpoint
 from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cli import main
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import ConfigError, ExitCode
@@ -61,9 +63,28 @@ def test_ls_shows_what_has_a_checkpoint_s_name_and_is_none(run, capsys):
     assert copied.startswith("step_0000100") and "holds step 3, and not the one of its name" in copied
 
 
-def test_ls_of_nothing(tmp_path, capsys):
-    assert main(["ckpt", "ls", str(tmp_path)]) == 0
-    assert "no checkpoints in" in capsys.readouterr().out
+def test_verify_and_a_search_name_what_has_a_checkpoint_s_name_and_is_none(run, capsys):
+    """The link may have led to a file system that is not mounted."""
+    root = run / "checkpoints"
+    shutil.rmtree(root / "step_0000012")
+    (root / "step_0000002").write_text("notes")
+    (root / "step_0000030").symlink_to("nowhere")
+    told = "is no folder but a file, or a link that leads nowhere"
+    assert main(["ckpt", "verify", str(run), "--all"]) == ExitCode.CHECKPOINT
+    newest, _, sound, oldest, _ = said = capsys.readouterr().out.splitlines()
+    assert newest.endswith("step_0000030: no checkpoint") and oldest.endswith("step_0000002: no checkpoint")
+    assert said[1] == said[4] == f"  it {told}" and sound.endswith("step_0000003: sound")
+    assert find_checkpoint(run) == locate(root / "step_0000003")
+    assert f"step_0000030 skipped: it {told}" in capsys.readouterr().err
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    assert capsys.readouterr().out == "kept     step_0000003\n"
+    assert (root / "step_0000002").is_file() and (root / "step_0000030").is_symlink()
+
+
+def test_ls_and_prune_of_nothing(tmp_path, capsys):
+    for words in (["ls"], ["prune", "--keep", "1"]):
+        assert main(["ckpt", *words, str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
     assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == ExitCode.CHECKPOINT
 
 

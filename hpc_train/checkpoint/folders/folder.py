@@ -19,11 +19,13 @@ from contextlib import suppress
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.format.manifest import Manifest, NewerFormatError, UnfinishedError, read_manifest
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError, is_outage, is_unread
+from hpc_train.checkpoint.stores.store import Entry, StoreError, is_outage, is_unread
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 
 LATEST_FILE = "latest"
+NO_FOLDER = "is no folder but a file, or a link that leads nowhere"
+"""What has the name of a checkpoint and cannot be one."""
 _STEP_FOLDER = re.compile(r"step_(\d{7,})")
 _SET_ASIDE = re.compile(r"step_(\d{7,})\.set-aside(-\d+)?")
 _LATE_S, _LOOK_S = 0.5, 0.25
@@ -180,12 +182,17 @@ def set_aside_step(name: str) -> int | None:
 
 def steps_newest_first(root: Location) -> Iterator[tuple[int, Location]]:
     """Committed folders by step, highest first, whether they are sound or not."""
+    yield from ((step, root / entry.name) for step, entry in named_newest_first(root) if entry.is_folder)
+
+
+def named_newest_first(root: Location) -> Iterator[tuple[int, Entry]]:
+    """All that has the name of a checkpoint by its step, highest first: also what is no folder."""
     try:
-        names = [entry.name for entry in root.entries() if entry.is_folder]
+        entries = root.entries()
     except FileNotFoundError:
         return
-    found = [(step, name) for name in names if (step := step_number(name)) is not None]
-    yield from ((step, root / name) for step, name in sorted(found, reverse=True))
+    found = [(step, entry) for entry in entries if (step := step_number(entry.name)) is not None]
+    yield from sorted(found, key=lambda item: (item[0], item[1].name), reverse=True)
 
 
 def read_committed(path: Location) -> Manifest:
@@ -232,7 +239,11 @@ def sound_checkpoints(
         StoreError: one cannot be read, so that an older one would be taken although it may be whole.
         NewerFormatError: for the same reason.
     """
-    for _, path in steps_newest_first(root):
+    for _, entry in named_newest_first(root):
+        path = root / entry.name
+        if not entry.is_folder:
+            warn(f"{path} skipped: it {NO_FOLDER}")
+            continue
         try:
             manifest = _read_patiently(path, sleep)
         except CheckpointError as error:

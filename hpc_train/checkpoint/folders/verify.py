@@ -6,7 +6,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_train.checkpoint.folders.folder import read_committed, read_latest, set_aside_step, step_number
+from hpc_train.checkpoint.folders.folder import (
+    NO_FOLDER,
+    read_committed,
+    read_latest,
+    set_aside_step,
+    step_number,
+)
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.progress import UNHEARD, Advance
@@ -83,7 +89,7 @@ def verify(folder: Location, progress: Advance = UNHEARD) -> Iterator[str]:
 
 def _look_at(root: Location, entry: Entry, step: int, is_latest: bool) -> Listed:
     if not entry.is_folder:
-        return _unusable(root, entry, step, "is no folder", is_latest)
+        return _unusable(root, entry, step, NO_FOLDER, is_latest)
     try:
         manifest = read_committed(root / entry.name)
     except CheckpointError as error:
