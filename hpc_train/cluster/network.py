@@ -33,7 +33,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        return self.address is not None and _is_loopback(self.address)
+        return self.address is not None and is_loopback(self.address)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def advertised_address(
             f"The host name {name} of rank 0 does not resolve on its own node ({error}). Name the interface "
             "with launch.interface=NAME, or another host name with launch.address_template='{host}...'."
         ) from error
-    if num_nodes > 1 and _is_loopback(address):
+    if num_nodes > 1 and is_loopback(address):
         raise LaunchError(
             f"The host name {name} resolves to {address} on its own node, which the other {num_nodes - 1} nodes "
             f"cannot reach. Most often a line `{address} {name}` in /etc/hosts is the cause: remove the name from "
@@ -162,7 +162,7 @@ def common_interfaces(
             found.append(CommonNetwork(network, complete))
     if not found:
         labels = hosts if hosts is not None else [f"node {index}" for index in range(len(tables))]
-        seen = "; ".join(f"{label}: {_describe(table)}" for label, table in zip(labels, tables, strict=True))
+        seen = "; ".join(f"{label}: {describe_interfaces(table)}" for label, table in zip(labels, tables, strict=True))
         raise LaunchError(
             f"No network of rank 0's node is there on all {len(tables)} nodes ({seen}). Name the interface with "
             "launch.interface=NAME if the networks are routed to each other."
@@ -174,8 +174,8 @@ def _address_of(pattern: str, num_nodes: int, interfaces: Mapping[str, Interface
     matched = [interfaces[name] for name in match_interfaces(pattern, list(interfaces))]
     if not matched:
         raise LaunchError(
-            f"launch.interface={pattern} matches no interface of this node, which has {_describe(interfaces)}. "
-            "Names are matched by prefix; `=NAME` is exact and `^NAME` excludes."
+            f"launch.interface={pattern} matches no interface of this node, which has "
+            f"{describe_interfaces(interfaces)}. Names are matched by prefix; `=NAME` is exact and `^NAME` excludes."
         )
     usable = [
         item.address
@@ -186,7 +186,7 @@ def _address_of(pattern: str, num_nodes: int, interfaces: Mapping[str, Interface
         raise LaunchError(
             f"launch.interface={pattern} matches {', '.join(item.name for item in matched)}, but none of these has "
             f"an IPv4 address that {num_nodes} nodes can use (down, without address, or loopback). This node has "
-            f"{_describe(interfaces)}."
+            f"{describe_interfaces(interfaces)}."
         )
     return usable[0]
 
@@ -195,14 +195,16 @@ def _on_network(table: Mapping[str, Interface], network: IPv4Network) -> str | N
     return next((item.name for item in table.values() if item.is_up and item.network == network), None)
 
 
-def _describe(interfaces: Mapping[str, Interface]) -> str:
+def describe_interfaces(interfaces: Mapping[str, Interface]) -> str:
+    """`lo 127.0.0.1, eth0 10.0.0.5, ib0 without address (down)`."""
     return ", ".join(
         f"{item.name} {item.address or 'without address'}{'' if item.is_up else ' (down)'}"
         for item in interfaces.values()
     )
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address means this node on every node."""
     try:
         return IPv4Address(address).is_loopback
     except ValueError:

@@ -20,10 +20,22 @@ from typing import Any, Literal, get_args
 
 from hpc_train import log
 from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.gloo_interface import address_towards
+from hpc_train.cluster.network import is_loopback
 from hpc_train.cluster.process import ProcessFacts, own_process
 from hpc_train.cluster.situation import RankHint, Situation, elastic_ranks, find_situation, rank_hint
 from hpc_train.comm.control import Control, MpiControl, SingleControl, TorchControl
-from hpc_train.comm.join import Identity, Rendezvous, backend_of, bound_to, choose_device, join, set_device, timeout_of
+from hpc_train.comm.join import (
+    Identity,
+    Rendezvous,
+    backend_of,
+    bound_to,
+    choose_device,
+    join,
+    set_device,
+    tell_gloo,
+    timeout_of,
+)
 from hpc_train.comm.layout import Layout, agree_on_layout, keep_order, plan_layout
 from hpc_train.comm.mpi import check_pmi, check_world, library_version, load_mpi
 from hpc_train.comm.world import World
@@ -253,6 +265,8 @@ def _bootstrap_env(
     chosen = choose_device(env, ranks.local_rank, ranks.local_world_size, device)
     backend = backend_of(chosen)
     set_device(chosen)
+    if backend == "gloo" and ranks.world_size > (ranks.local_world_size or ranks.world_size):
+        _tell_gloo_on_several_nodes(env, ranks.rank)
     dist.init_process_group(backend, init_method="env://", timeout=timeout_of(rendezvous), device_id=bound_to(chosen))
     if (dist.get_rank(), dist.get_world_size()) != (ranks.rank, ranks.world_size):
         raise LaunchError(
@@ -286,6 +300,16 @@ def _bootstrap_env(
         source="env",
         plan=plan,
     )
+
+
+def _tell_gloo_on_several_nodes(env: Mapping[str, str], rank: int) -> None:
+    """By the way to MASTER_ADDR; where that is loopback, all these nodes are one machine."""
+    try:
+        address = address_towards(env["MASTER_ADDR"])
+    except OSError:
+        return  # torch says so itself, and tries until its time is over
+    if not is_loopback(address):
+        tell_gloo(env, address, rank)
 
 
 @contextmanager

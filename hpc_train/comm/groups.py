@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.gloo_interface import told_interfaces
 from hpc_train.comm import torch_groups
 from hpc_train.comm.collectives import Group, world_group
 from hpc_train.comm.world import World
@@ -168,7 +170,9 @@ def _maker(world: World, plan: GroupPlan, prefix: str) -> Callable[[GroupKind, t
     if world.device.type == "cuda" and torch_groups.can_split():
         return lambda kind, ranks: _split(plan, kind)
     store = distributed_c10d._get_default_store()
-    gloo = torch_groups.GlooGroups(store) if world.backend == "gloo" and torch_groups.GlooGroups.is_possible() else None
+    gloo = None
+    if world.backend == "gloo" and torch_groups.GlooGroups.is_possible():
+        gloo = torch_groups.GlooGroups(store, told_interfaces(process_env()))
 
     def make(kind: GroupKind, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"{prefix}/{kind.name}/{ranks[0]}"

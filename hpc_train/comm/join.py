@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpc_train import log
 from hpc_train.cluster import devices, network
 from hpc_train.cluster.binding import read_machine
-from hpc_train.cluster.environment import process_env
+from hpc_train.cluster.environment import process_env, tell_libraries
+from hpc_train.cluster.gloo_interface import gloo_interface, told_interfaces
 from hpc_train.comm.control import Control
 from hpc_train.comm.world import World
 from hpc_train.errors import LaunchError
@@ -65,10 +66,10 @@ def join(
 ) -> World:
     """Choose the device, meet the other ranks, make the process group. Collective."""
     env = process_env()
-    listener, address, error = None, None, None
+    listener, own_address, address, error = None, None, None, None
     try:
-        # On every rank: gloo advertises each node's own address in the same way.
-        address = network.advertised_address(
+        # On every rank: gloo is told the interface of each node's own address where it would find none.
+        own_address = address = network.advertised_address(
             identity.node,
             rendezvous.interface,
             identity.num_nodes,
@@ -85,6 +86,9 @@ def join(
     chosen, error = None, None
     try:
         chosen = choose_device(env, identity.local_rank, identity.local_world_size, device)
+        if backend_of(chosen) == "gloo" and identity.num_nodes > 1:
+            assert own_address is not None
+            tell_gloo(env, own_address, identity.rank, is_chosen=rendezvous.interface is not None)
     except LaunchError as problem:
         error = problem
     control.agree(error, identity.node)
@@ -107,6 +111,22 @@ def join(
         mpi=communicator,
         source=source,
     )
+
+
+def tell_gloo(env: Mapping[str, str], address: str, rank: int, *, is_chosen: bool = False) -> None:
+    """Tell gloo on this node of several the interface of its address, unless the user has, or gloo finds a good one.
+
+    Raises:
+        LaunchError: as gloo_interface.
+    """
+    if told_interfaces(env):
+        return
+    found = gloo_interface(socket.gethostname(), address, is_chosen=is_chosen)
+    if found is None:
+        return
+    tell_libraries(found.variables)
+    if rank == 0:
+        log.say(f"gloo takes {found.name}, {address}, here on rank 0's node: {found.reason}")
 
 
 def _init_group(backend: str, store: Any, identity: Identity, rendezvous: Rendezvous, device: torch.device) -> None:

@@ -59,15 +59,17 @@ def plain_group(ranks: Sequence[int], rank: int, store: Any, name: str, kind: st
 
 
 class GlooGroups:
-    """Makes gloo groups that share one network device, and whose members meet in a few operations of the store.
+    """Makes gloo groups that share their network devices, and whose members meet in a few operations of the store.
 
     Args:
         store: of all ranks; it must be able to append.
+        interfaces: a device for each; none: one, of the host name's address.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, interfaces: Sequence[str] = ()) -> None:
         self._store = store
-        self._device = dist.ProcessGroupGloo.create_default_device()
+        make = dist.ProcessGroupGloo
+        self._devices = [make.create_device(interface=name) for name in interfaces] or [make.create_default_device()]
 
     @staticmethod
     def is_possible() -> bool:
@@ -83,7 +85,7 @@ class GlooGroups:
         """
         group_rank = list(ranks).index(rank)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._device]
+        options._devices = self._devices
         options._timeout = world_timeout()
         options.global_ranks_in_group = list(ranks)
         options.group_name = name

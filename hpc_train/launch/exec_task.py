@@ -23,6 +23,7 @@ from typing import IO
 
 from hpc_train import log
 from hpc_train.cluster.environment import STORE_IS_HELD_VARIABLE, process_env
+from hpc_train.cluster.gloo_interface import address_towards, gloo_interface, told_interfaces
 from hpc_train.cluster.network import advertised_address
 from hpc_train.cluster.process import UNKNOWN_PROCESS, ProcessFacts, own_process
 from hpc_train.cluster.scratch import cache_variables
@@ -148,6 +149,7 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
     listener, endpoint = _agree_on_endpoint(env, place, client)
     child_env = {name: value for name, value in env.items() if name not in _PRIVATE}
     child_env |= rank_variables(place, endpoint)
+    child_env |= _gloo_variables(env, place, endpoint)
     child_env |= cache_variables(env)[0]
     if client is not None and importlib.util.find_spec("torch") is not None:
         # torch's env:// then connects on every rank as a client to the store that this command holds.
@@ -179,6 +181,18 @@ def _run_program(program: list[str], env: Mapping[str, str], place: Place) -> in
             store.close()
         return 0
     raise _failure(program[0], code)
+
+
+def _gloo_variables(env: Mapping[str, str], place: Place, endpoint: Endpoint) -> dict[str, str]:
+    """What a program that uses gloo needs on this node where the host name gives no address that others reach."""
+    if place.num_nodes < 2 or told_interfaces(env):
+        return {}
+    try:
+        found = gloo_interface(socket.gethostname(), address_towards(endpoint.host))
+    except (OSError, LaunchError) as problem:
+        log.say(f"warning: if this program uses gloo, it may not be reached: {problem}")
+        return {}
+    return {} if found is None else found.variables
 
 
 def _failure(program: str, code: int) -> ProgramFailed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +92,7 @@ def _local_copies(config: Config, run_dir: Path, world: World, attempt: str) -> 
 
     def address() -> str:
         template = launch.address_template
-        return advertised_address(socket.gethostname(), launch.interface, world.num_nodes, template=template)
+        return advertised_address(world.node, launch.interface, world.num_nodes, template=template)
 
     folder, error = run_dir, None
     try:

@@ -13,10 +13,12 @@ from tests.train.test_run_slurm import _hpc_train
 
 pytestmark = pytest.mark.timeout(200)
 
-# What a container runtime does: a file system of its own, in which the image's folder appears, then the command.
+# What a container runtime does: a host name of its own, which nobody resolves, and a file system in which the image's
+# folder appears, then the command.
 _WRAPPER = """#!/bin/sh
 image=$1; shift
-exec unshare --mount --propagation private sh -c '
+exec unshare --uts --mount --propagation private sh -c '
+    hostname "$(hostname)-in-image.example.org"
     mount -t tmpfs image /mnt && mkdir /mnt/image && mount --bind "$0" /mnt/image && exec "$@"
 ' "$image" "$@"
 """
@@ -41,6 +43,8 @@ def test_ranks_run_behind_a_wrapper_with_a_python_that_only_they_see(slurm: Any,
     (started,) = [line for line in result.stdout.splitlines() if "starting ranks: " in line]
     assert f"--job-name=contained {wrapper} {sys.prefix} /mnt/image/bin/python -m hpc_train run " in started
     assert not Path("/mnt/image").exists()
+    (told,) = [line for line in result.stdout.splitlines() if "gloo takes " in line]
+    assert "-in-image.example.org does not resolve on its own node" in told
 
 
 @pytest.mark.mpi

@@ -133,14 +133,11 @@ def _address_findings(
     except LaunchError as error:
         cure = "set launch.interface, for example to one of " + _usable(tables[first])
         found.append(Finding("network.rank0", "error", str(error), cure, (first,)))
-    for host in hosts if len(hosts) > 1 else []:
+    # A run tells gloo the interface that launch.interface names.
+    for host in hosts if len(hosts) > 1 and not env.get("launch.interface") else []:
         if addresses[host].startswith("127."):
             told = f"the host name resolves to {addresses[host]} on its own node: gloo takes its interface by that name"
-            cure = (
-                "export GLOO_SOCKET_IFNAME="
-                + _usable(tables[host])
-                + f", or remove {host} from that line of /etc/hosts"
-            )
+            cure = f"set launch.interface={_usable(tables[host])}, or remove {host} from that line of /etc/hosts"
             found.append(Finding("network.loopback", "warning", told, cure, (host,)))
     return found
 
