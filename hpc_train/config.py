@@ -5,6 +5,7 @@ Checks never rewrite a field: what was asked is what is saved. How a configurati
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -407,11 +408,14 @@ class ObserveConfig(Section):
     @field_validator("trace_steps", mode="before")
     @classmethod
     def _first_and_last(cls, value: object) -> object:
-        given = value if isinstance(value, list | tuple) else [value]
-        steps = [step for step in given if type(step) is int and step > 0]
-        if value is None or (isinstance(value, list | tuple) and len(steps) == len(value) == 2):
+        given = list(value) if isinstance(value, list | tuple) else [value]
+        steps = [step for step in given if type(step) is int]
+        if value is None or (isinstance(value, list | tuple) and len(steps) == len(value) == 2 and min(steps) > 0):
             return value
-        steps = steps or [1]
+        if isinstance(value, str) and (written := re.fullmatch("([0-9]{1,9})[-,]([0-9]{1,9})", value)):
+            steps = [int(step) for step in written.groups()]  # as for trace --steps
+        begin = [1] if given[:1] == [None] else []
+        steps = [max(1, step) for step in begin + steps] or [1]
         raise ValueError(
             f"observe.trace_steps={value!r} is not the first and the last step. Use observe.trace_steps="
             f"[{min(steps)},{max(steps)}], or null for all"
@@ -444,6 +448,12 @@ class Config(Section):
         if self.train.eval_every and not (self.data.heldout or self.data.heldout_fraction):
             raise ValueError(
                 "train.eval_every is set but there is no held-out data: give data.heldout or data.heldout_fraction"
+            )
+        traced = self.observe.trace_steps
+        if traced is not None and traced[0] > self.train.steps:
+            raise ValueError(
+                f"observe.trace_steps={list(traced)} begins behind the last step, train.steps={self.train.steps}, so "
+                f"that nothing would be recorded. Use observe.trace_steps=[1,{self.train.steps}], or null for all"
             )
         return self
 

@@ -84,6 +84,7 @@ class TokenFile:
     def __init__(self, prefix: str, index: memoryview | bytes, bin_bytes: int) -> None:
         """Use `TokenFile.open`."""
         self.prefix = prefix
+        self._index = index
         self._bin_bytes = bin_bytes
         self._tokens: NDArray[Any] | None = None
         self._tokens_pid = -1
@@ -209,6 +210,30 @@ class TokenFile:
     def num_bytes(self) -> int:
         """Size of PREFIX.bin."""
         return self._bin_bytes
+
+    def check_index(self) -> None:
+        """Refuse an index that was shortened since it was opened, before it is used again.
+
+        The map would give zeros for what is gone, and so another document's tokens, or end the process by SIGBUS.
+
+        Raises:
+            DataError: it was shortened, or its handle is stale: another node removed or replaced it.
+        """
+        mapped = self._index.obj if isinstance(self._index, memoryview) else None
+        if not isinstance(mapped, mmap.mmap):
+            return
+        try:
+            num_bytes = mapped.size()
+        except OSError as error:
+            raise DataError(
+                f"{index_path(self.prefix)} cannot be read any more ({error.strerror}): it was removed or replaced "
+                "under a running job. Write new data under a new name."
+            ) from error
+        if num_bytes < len(self._index):
+            raise DataError(
+                f"{index_path(self.prefix)} has {num_bytes} bytes, and had {len(self._index)} when it was checked: it "
+                "was shortened under a running job. Write new data under a new name."
+            )
 
     def read(self, sequence: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """Give tokens [start, start + length) of a sequence, up to its end if no length is given.

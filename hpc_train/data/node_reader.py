@@ -119,7 +119,8 @@ class Session:
     """One start of a run on this node: its ranks, and a thread that reads for them.
 
     Messages are taken by the agent's thread and answered at once where a step is ready, else by the reading thread.
-    An error of the reading is the answer to everything that is asked from then on.
+    An error of the reading is the answer to everything that is asked from then on, also to what was read ahead, and who
+    asks is forgotten only once answered: so it reaches every rank.
     """
 
     def __init__(self, name: str, spec: Mapping[str, Any], count: int, log: Callable[[str], None]) -> None:
@@ -148,18 +149,22 @@ class Session:
             if member.index in self._joined or not 0 <= member.index < self._count:
                 raise ValueError(f"rank {member.index} of {self._count} on this node has come already, or is none")
             self._members[peer] = self._joined[member.index] = member
-            self._to_open.append(peer)
-            self._after_asking()
+            if not self._has_failed_for(peer):
+                self._to_open.append(peer)
+                self._changed.notify()
 
     def restore(self, peer: Peer, state: Mapping[str, Any]) -> None:
         """Begin at a saved position; the first rank's is taken, and the others' must be the same."""
         with self._changed:
-            self._to_restore.append((peer, state))
-            self._after_asking()
+            if not self._has_failed_for(peer):
+                self._to_restore.append((peer, state))
+                self._changed.notify()
 
     def step(self, peer: Peer, number: int) -> None:
         """A step of training; the first that is asked for is the one behind the position."""
         with self._changed:
+            if self._has_failed_for(peer):
+                return
             if self._training is None:
                 self._training = _Stream(number, number, int(self._spec["train"]["steps"]))
             self._give_or_wait(peer, self._training, number)
@@ -167,6 +172,8 @@ class Session:
     def heldout(self, peer: Peer, evaluation: int, number: int) -> None:
         """A step of the held-out rows, from 0 on in each evaluation; after the last one comes the end."""
         with self._changed:
+            if self._has_failed_for(peer):
+                return
             if evaluation > self._evaluation:
                 self._heldout.close()
                 self._evaluation, self._heldout = evaluation, _Stream(0, 0, None)
@@ -200,17 +207,17 @@ class Session:
             self._give(peer, stream, number)
         else:
             self._waiting.append((peer, stream, number))
-        self._after_asking()
-
-    def _after_asking(self) -> None:
-        """The reading thread looks what there is to do; where it has ended, all who wait get its error."""
         self._changed.notify()
+
+    def _has_failed_for(self, peer: Peer) -> bool:
+        """Looked at before all else: where the reading has failed, its error is this rank's answer.
+
+        What was read ahead is closed with it, so that what is asked for cannot be judged by what is there.
+        """
         if self._failure is None:
-            return
-        waiting = [*self._to_open, *(peer for peer, _ in self._to_restore), *(entry[0] for entry in self._waiting)]
-        self._to_open, self._to_restore, self._waiting = [], [], []
-        for peer in waiting:
-            peer.send(self._failure)
+            return False
+        peer.send(self._failure)
+        return True
 
     def _give(self, peer: Peer, stream: _Stream, number: int) -> None:
         member = self._members[peer]
@@ -266,10 +273,11 @@ class Session:
         return None
 
     def _open(self, reader: NodeSteps) -> None:
+        answer = {"has_heldout": reader.has_heldout, "state": reader.state()}
         with self._changed:
             peers, self._to_open = self._to_open, []
         for peer in peers:
-            peer.send({"has_heldout": reader.has_heldout, "state": reader.state()})
+            peer.send(answer)
 
     def _read_training(self, stream: _Stream, reader: NodeSteps) -> None:
         self._put(stream, reader.prepare(stream.next, tuple(self._joined.values())))
@@ -280,8 +288,11 @@ class Session:
 
     def _restore_next(self, reader: NodeSteps) -> None:
         with self._changed:
-            peer, state = self._to_restore.pop(0)
-        peer.send(self._restore(reader, state))
+            peer, state = self._to_restore[0]
+        answer = self._restore(reader, state)
+        with self._changed:
+            del self._to_restore[0]
+        peer.send(answer)
 
     def _restore(self, reader: NodeSteps, state: Mapping[str, Any]) -> dict[str, Any]:
         if self._restored is not None and self._restored[0] == state:
@@ -307,15 +318,17 @@ class Session:
                 step.close()
                 return
             stream.ready[number] = step
-            due = [entry for entry in self._waiting if entry[1] is stream and entry[2] == number]
-            self._waiting = [entry for entry in self._waiting if entry not in due]
-            for peer, _, _ in due:
-                self._give(peer, stream, number)
+            for entry in [entry for entry in self._waiting if entry[1] is stream and entry[2] == number]:
+                self._give(entry[0], stream, number)
+                self._waiting.remove(entry)
 
     def _fail(self, problem: BaseException) -> None:
         """Answer all who wait, and whoever asks later, with an error."""
-        if not isinstance(problem, HpcTrainError):
-            self._log(f"data: {type(problem).__name__}: {problem}")
+        kind = "" if isinstance(problem, HpcTrainError) else f"{type(problem).__name__}: "
+        self._log(f"data: reading has failed: {kind}{problem}")
         with self._changed:
             self._failure = error_answer(problem)
-            self._after_asking()
+            waiting = [*self._to_open, *(peer for peer, _ in self._to_restore), *(entry[0] for entry in self._waiting)]
+            self._to_open, self._to_restore, self._waiting = [], [], []
+            for peer in waiting:
+                peer.send(self._failure)

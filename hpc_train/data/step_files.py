@@ -61,7 +61,7 @@ class StepFiles:
         """Read pieces to where they go. Labels stay ignored where a mask says so.
 
         Raises:
-            DataError: a token id is not below vocab_size, or a file was replaced.
+            DataError: a token id is not below vocab_size, or a file was replaced or shortened.
         """
         wanted = list(wanted)
         for piece, ids in self._read(wanted, lambda source: source.tokens):
@@ -91,6 +91,7 @@ class StepFiles:
             if file is not None:
                 by_file.setdefault(file.prefix, (file, []))[1].append(piece)
         for file, pieces in by_file.values():
+            file.check_index()
             reader = self._readers.setdefault(file.prefix, RangeReader(file))
             found = reader.read([piece.range_in(file) for piece in pieces])
             for piece, data in zip(pieces, found, strict=True):

@@ -35,6 +35,7 @@ class RankTrace:
     beside: of the steps before and behind the chosen ones, for what is under way in both. num_dropped: rows of the
     whole attempt that are in no file. clock_error_ns: how wrong the times may be against rank 0's node; None where the
     offset of this node's clock is not known. missing: what the file lacks, in words; empty where it is whole.
+    recorded: all steps of which the file has rows.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankTrace:
     num_dropped: int = 0
     clock_error_ns: int | None = 0
     missing: str = ""
+    recorded: frozenset[int] = frozenset()
 
 
 def read_rank(path: Path, rank: int, clock: dict[int, tuple[int, int]], steps: range | None = None) -> RankTrace:
@@ -72,6 +74,7 @@ class _Reader:
         self._size = os.fstat(file.fileno()).st_size
         self._names: list[Name] = []
         self._found: dict[int, list[np.ndarray]] = {}
+        self._recorded: set[int] = set()
         self._dropped = 0
 
     def read(self, rank: int, clock: dict[int, tuple[int, int]], steps: range | None) -> RankTrace:
@@ -83,7 +86,17 @@ class _Reader:
         rows = {step: np.concatenate(blocks) for step, blocks in self._found.items()}
         chosen = {step: of_step for step, of_step in rows.items() if steps is None or step in steps}
         beside = {step: of_step for step, of_step in rows.items() if step not in chosen}
-        return RankTrace(rank, facts["node"], tuple(self._names), chosen, beside, self._dropped, error_ns, missing)
+        return RankTrace(
+            rank,
+            facts["node"],
+            tuple(self._names),
+            chosen,
+            beside,
+            self._dropped,
+            error_ns,
+            missing,
+            frozenset(self._recorded),
+        )
 
     def _facts(self, rank: int) -> dict[str, Any] | None:
         """What the first line says; None where the file ends within it."""
@@ -118,6 +131,8 @@ class _Reader:
             self._names += [Name(**{**name, "kind": Kind(name["kind"])}) for name in head["names"]]
             self._dropped = max(self._dropped, head["dropped"])
             is_closed = head["rows"] == 0
+            if not is_closed:
+                self._recorded.add(step)
             if is_closed or (steps is not None and step not in steps):
                 self._file.seek(num_bytes, os.SEEK_CUR)
                 continue

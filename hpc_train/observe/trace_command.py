@@ -16,6 +16,7 @@ from hpc_train.observe.timeline_picture import draw_timeline
 from hpc_train.observe.trace_files import TraceFolder, choose_ranks, find_trace, parse_ranges, read_rank
 from hpc_train.plan.out_file import check_out
 from hpc_train.plan.run import ranges_text
+from hpc_train.record import attempt_folder, attempts_in
 
 # More than this in one file opens slowly or not at all in a browser (assumed; some 300 MB of JSON).
 _MAX_ROWS = 1_500_000
@@ -35,8 +36,11 @@ def trace_command(args: argparse.Namespace) -> int:
         draw_timeline(traces, Path(args.png), "--png")
     num_events = write_chrome_trace(out, traces, "--out")
     exposures = measure_exposure(traces)
-    notes = _notes(traces, sum(kind.num_from_before for kind in exposures.kinds))
     taken = sorted({step for trace in traces for step in trace.rows})
+    notes = _notes(traces, sum(kind.num_from_before for kind in exposures.kinds))
+    wanted = range(taken[0], taken[-1] + 1) if steps is None else steps
+    if len(taken) < wanted.stop - wanted.start:
+        notes.append(f"recorded of steps {wanted.start} to {wanted.stop - 1} are only {ranges_text(taken)}")
     if args.json:
         found = {"out": str(out), "events": num_events, "ranks": len(traces), "first_step": taken[0]}
         say(json.dumps({**found, "last_step": taken[-1], "notes": notes, **exposure_figures(exposures)}))
@@ -80,10 +84,18 @@ def _read(folder: TraceFolder, ranks: Sequence[int], steps: range | None) -> lis
         chosen = "" if steps is None else f" in steps {steps.start} to {steps.stop - 1}"
         missing = "".join(f" {note}." for note in _missing(traces))
         raise DataError(
-            f"the chosen ranks have recorded nothing{chosen} that can be read.{missing} See observe.trace_steps in the "
-            "run's config."
+            f"the chosen ranks have recorded nothing{chosen} that can be read.{missing}{_steps_there(folder, traces)} "
+            "See observe.trace_steps in the run's config."
         )
     return traces
+
+
+def _steps_there(folder: TraceFolder, traces: Sequence[RankTrace]) -> str:
+    """What can be chosen instead, as sentences; empty where there is nothing."""
+    recorded = sorted(set().union(*(trace.recorded for trace in traces)))
+    there = f" Recorded are steps {ranges_text(recorded)} ({folder.path})." if recorded else ""
+    others = [number for number in attempts_in(folder.path.parent) if attempt_folder(number) != folder.path.name]
+    return there + (f" Other attempts have their own: --attempt {', '.join(map(str, others))}." if others else "")
 
 
 def _notes(traces: Sequence[RankTrace], num_from_before: int) -> list[str]:

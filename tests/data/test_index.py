@@ -1,6 +1,7 @@
 """Token files: reading what was written, refusing what is damaged, never showing half a file."""
 
 import errno
+import os
 import pickle
 import struct
 import subprocess
@@ -227,6 +228,18 @@ def test_a_file_that_changes_after_the_check_is_refused(prefix):
     make_sparse(prefix, 4)
     with pytest.raises(DataError, match="replaced under a running job"):
         tokens.read(0)
+
+
+def test_an_index_that_is_shortened_under_its_map_is_refused_and_one_that_is_replaced_by_name_is_not(prefix):
+    """The map would give zeros for what is gone, which is another document, or end the process by SIGBUS."""
+    tokens = TokenFile.open(write(prefix, [[1, 2], [3, 4], [5, 6]]))
+    os.rename(f"{prefix}.idx", f"{prefix}.old")
+    Path(f"{prefix}.idx").write_bytes(b"another")
+    tokens.check_index()
+    assert tokens.document_range(2, 0, 2) == (8, 4)
+    os.truncate(f"{prefix}.old", 40)
+    with pytest.raises(DataError, match=r"\.idx has 40 bytes, and had 102 when it was checked: it was shortened"):
+        tokens.check_index()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from hpc_train.data.batch_source import OwnBatches, Taken
 from hpc_train.data.loader import Batch, Loader
 from hpc_train.data.node_reader import STEPS_AHEAD, DataService
 from hpc_train.data.node_steps import check_memory, spec_of
-from hpc_train.errors import CheckpointError, ConfigError, DataError
+from hpc_train.errors import CheckpointError, ConfigError, DataError, HpcTrainError
 from tests.agents import NODE, ServedAgent, served
 from tests.cluster.test_memory_segment import descriptors_of
 from tests.data.corpora import VOCAB, configs, numbered, own_batches, values, write
@@ -240,6 +241,37 @@ def test_an_id_that_no_model_has_is_the_error_of_every_rank_when_it_is_read(agen
         with pytest.raises(DataError, match=r"document 0 of .*set has the token id -1"):
             source.step(1)
         source.close()
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_that_is_shortened_while_it_is_read_is_the_error_of_all_that_is_asked_from_then_on(
+    agent: ServedAgent, two: list[str], ending: str
+) -> None:
+    """Also of steps that were read ahead, and of who asks again; the log of the agent has it too."""
+    data, train = configs(two[:1], steps=40, heldout_fraction=0.4)
+    fast, slow = together(agent, data, train, places(2))
+    state = fast.first_state()
+    for source in (fast, slow):
+        source.step(1)
+    eventually(lambda: segments() == STEPS_AHEAD)
+    os.truncate(f"{two[0]}{ending}", 60)
+    fast.step(2)
+    eventually(lambda: any("reading has failed" in line for line in agent.log) and segments() == 0)
+    for source in (slow, fast):
+        source.begin_evaluation()
+        asked: list[Callable[[], object]] = [partial(source.step, number) for number in (2, 3, 3, 9)]
+        for ask in (*asked, partial(source.heldout_step, 0), partial(source.restore, state)):
+            with pytest.raises(DataError, match=rf"first\{ending} .*shortened under a running job") as found:
+                ask()
+            assert any(str(found.value) in line for line in agent.log)
+        source.close()
+
+
+def test_an_error_that_comes_while_a_position_is_taken_up_reaches_who_asked(agent: ServedAgent, two: list[str]) -> None:
+    (source,) = together(agent, *configs(two), places(1))
+    with pytest.raises(HpcTrainError, match="NoneType"):
+        source.restore({**source.first_state(), "blend": None})
+    source.close()
 
 
 def test_a_changed_blend_is_refused_on_every_rank(agent: ServedAgent, two: list[str]) -> None:

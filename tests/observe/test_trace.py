@@ -353,8 +353,29 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     write_pipeline(tmp_path, 2, 2)
     with pytest.raises(ConfigError, match="rank 5 has no file"):
         choose_ranks(find_trace(tmp_path), "0-1,5")
-    with pytest.raises(DataError, match="steps 7 to 9"):
-        trace_command(_options(tmp_path, steps="7-9"))
+
+
+def test_the_steps_that_there_are_are_said_where_chosen_ones_are_not_among_them(tmp_path: Path, capsys) -> None:
+    """Also where there is a gap between them, and where only some of the chosen ones are there."""
+    recorder = open_recorder(tmp_path, 0, clock := FakeClock())
+    for step in (1, 2, 3, 6):
+        with recorder.step(step):
+            clock.now_ns += MS
+    recorder.close()
+    for asked in ("4-5", "9-99999999999999999999"):
+        with pytest.raises(DataError, match=r"nothing in steps \d+ .* Recorded are steps 1-3,6 \(.*_0001\)"):
+            trace_command(_options(tmp_path, steps=asked))
+    for asked, note in (
+        ("3-99999999999999999999", "recorded of steps 3 to 99999999999999999999 are only 3,6"),
+        (None, "recorded of steps 1 to 6 are only 1-3,6"),
+    ):
+        trace_command(_options(tmp_path, steps=asked))
+        assert note in capsys.readouterr().out
+    trace_command(_options(tmp_path, steps="2-3"))
+    assert "recorded of steps" not in capsys.readouterr().out
+    (tmp_path / "trace" / "attempt_0002").mkdir()
+    with pytest.raises(DataError, match=r"Other attempts have their own: --attempt 2\."):
+        trace_command(argparse.Namespace(**{**vars(_options(tmp_path, steps="9-9")), "attempt": 1}))
 
 
 def test_more_than_a_viewer_opens_is_refused_with_what_fits(tmp_path: Path, monkeypatch) -> None:
