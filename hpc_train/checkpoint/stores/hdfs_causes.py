@@ -111,8 +111,9 @@ _CAUSES: list[tuple[str, Cause]] = [
         Cause("the bytes of a block do not have their checksum", True, _TELL_THE_SITE, is_of_file=True, is_damage=True),
     ),
     (
-        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|Not enough active nodes",
-        # Data nodes may be back later, so it is not known to be lost.
+        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|Not enough active nodes"
+        r"|IncompleteRead",  # a data node that breaks off in the middle of an answer over HTTP
+        # Whether they are away or rotten is not told, so the block is not known to be lost.
         Cause("no data node holds sound bytes of a block, or could take it", True, _TELL_THE_SITE, is_of_file=True),
     ),
 ]

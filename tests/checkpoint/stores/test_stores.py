@@ -201,6 +201,7 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
         ("org.apache.hadoop.security.token.SecretManager$InvalidToken: token is expired", "Kerberos", False),
         ("OSError: failed to lookup address information: Name or service not known", "not known here", False),
         ("BlockMissingException: Could not obtain block: file=/user/me/release/x", "no data node holds", True),
+        ("IncompleteRead: IncompleteRead(2023396 bytes read, 2170908 more expected)", "no data node holds", True),
         (
             "org.apache.hadoop.security.AccessControlException: Permission denied: user=a, access=WRITE, "
             'inode="/user/SASL/Kerberos/release/lease recovery":b:c:drwxr-xr-x',
