@@ -140,7 +140,7 @@ def test_two_ranks_measure_what_a_plan_is_made_with(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hpc_train.cluster.scratch.use_private_caches", lambda: None)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    nodes = ("-N", "1", "--ntasks-per-node", "4", "--batch", "1")
+    nodes = ("-N", "1", "--ntasks-per-node", "8", "--batch", "1")
     assert main(["plan", "tiny", *WORDS, *nodes, "parallel.hdp.profile=costs.json"]) == 0
     assert "costs: measured" in capsys.readouterr().out
     assert main(["plan", "tiny", *WORDS, *nodes, "parallel.hdp.profile=costs.json", "model.hidden_size=64"]) == 2
