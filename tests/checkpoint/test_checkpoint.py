@@ -293,7 +293,7 @@ def test_a_save_whose_rename_is_done_stands_whatever_comes_behind_it(tmp_path, m
 def test_pruning_counts_sound_checkpoints_only(two_checkpoints):
     """FC-62: an unfinished newer folder must not push out the good one."""
     (two_checkpoints / "step_0000003").mkdir()
-    prune(locate(two_checkpoints), keep=1)
+    prune(locate(two_checkpoints), 3, keep=1)
     assert sorted(path.name for path in two_checkpoints.iterdir()) == ["latest", "step_0000002", "step_0000003"]
 
 

@@ -285,9 +285,18 @@ def _read_patiently(path: Location, sleep: Callable[[float], None]) -> Manifest:
 
 
 def prune(
-    root: Location, keep: int, tell: Callable[[str], None] = warn, is_enough: Callable[[], bool] = lambda: False
+    root: Location,
+    saved: int,
+    keep: int,
+    tell: Callable[[str], None] = warn,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Remove all but the newest `keep` sound checkpoints (0: keep all). Damaged and misnamed ones stay, uncounted.
+    """Remove all but the newest `keep` sound checkpoints (0: keep all), behind a save. Damaged and misnamed ones stay,
+    uncounted.
+
+    So do those of steps that come after `saved`, the one that was saved now: the run has not gone on from them, since
+    bits of theirs had changed, which their files' sizes do not tell. Counted, they would push out all good ones. What
+    `latest` names stays too, which is an older one where it could not be written.
 
     What cannot be read or removed now is told and left for the next time, with all that is older: the save before it
     went well.
@@ -298,10 +307,10 @@ def prune(
         return
     try:
         kept = 0
-        for _, path in steps_newest_first(root):
-            if _is_sound(path):
+        for step, path in steps_newest_first(root):
+            if step <= saved and _is_sound(path):
                 kept += 1
-                if kept > keep:
+                if kept > keep and path.name != read_latest(root):
                     remove_checkpoint(path)
                     if is_enough():
                         return

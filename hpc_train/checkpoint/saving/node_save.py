@@ -139,10 +139,10 @@ def commit(
             tell(f"checkpoint: the run folder could not be told of step {step}: {problem}")
 
 
-def thin_out(target: Target, log: Log, is_enough: Callable[[], bool]) -> None:
+def thin_out(target: Target, saved: int, log: Log, is_enough: Callable[[], bool]) -> None:
     """Remove the checkpoints that are not kept any more, until another start of the run has begun; raises nothing.
 
-    is_enough: see `prune`.
+    saved, is_enough: see `prune`.
     """
 
     def is_over() -> bool:
@@ -151,7 +151,7 @@ def thin_out(target: Target, log: Log, is_enough: Callable[[], bool]) -> None:
 
     try:
         require_attempt(target.root, target.attempt)
-        folders.prune(target.root, target.keep, log, is_over)
+        folders.prune(target.root, saved, target.keep, log, is_over)
     except BaseException as problem:  # clients in Rust that panic raise what is no Exception
         log(f"checkpoint: old ones are left: {describe(problem, target)}")
 

@@ -225,7 +225,7 @@ class Session:
                     # Whatever the store has said: what ranks have copied is all here.
                     save.copying = self._copy(save, copies)
             if is_good and self._is_first:
-                node_save.thin_out(self._target, self._log, self._is_next_urgent)
+                node_save.thin_out(self._target, save.step, self._log, self._is_next_urgent)
         with self._changed:
             self._parts.clear()
             self._index = None

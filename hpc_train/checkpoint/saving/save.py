@@ -53,7 +53,7 @@ def save_checkpoint(
                 temporary.remove()
         raise
     final = _agreed_below(world, root, lambda: folders.commit(temporary, root, step) if is_writer else None)
-    _agreed(world, root, lambda: folders.prune(root, keep) if is_writer else None)
+    _agreed(world, root, lambda: folders.prune(root, step, keep) if is_writer else None)
     return final
 
 

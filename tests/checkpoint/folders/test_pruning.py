@@ -65,6 +65,24 @@ def test_the_last_good_one_stays_though_newer_ones_look_whole(run: Path, capsys:
     assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 3
 
 
+def test_what_a_save_leaves_are_good_ones_though_newer_ones_look_whole(run: Path) -> None:
+    """FC-62: of a run that goes on from step 4 with a smaller checkpoint.keep, and has not come to step 6 again."""
+    root = run / "checkpoints"
+    _flip(run, 6)
+    shutil.rmtree(root / "step_0000005")
+    assert plain_state.load(Alone(), root, ELEMENTS) == 4
+    plain_state.save(Alone(), root, 5, ELEMENTS, keep=1)
+    assert _steps(run) == [5, 6] and (root / "latest").read_text() == "step_0000005\n"
+    assert plain_state.load(Alone(), root, ELEMENTS) == 5
+
+
+def test_what_latest_names_is_not_removed(run: Path) -> None:
+    """FC-62: `latest` could not be written behind the last saves."""
+    (run / "checkpoints" / "latest").write_text("step_0000003\n")
+    prune(locate(run / "checkpoints"), 6, keep=1)
+    assert _steps(run) == [3, 6]
+
+
 def test_without_a_good_one_nothing_goes(run: Path) -> None:
     for step in range(1, 7):
         _flip(run, step)
@@ -82,9 +100,9 @@ def test_a_number_to_keep_is_needed(run: Path, words: list[str]) -> None:
 def test_removing_ends_early_where_that_is_asked_for(run: Path) -> None:
     """One has gone, so that a run which is always asked for this keeps no more and more of them."""
     asked: list[list[int]] = []
-    prune(locate(run / "checkpoints"), keep=2, is_enough=lambda: not asked.append(_steps(run)))
+    prune(locate(run / "checkpoints"), 6, keep=2, is_enough=lambda: not asked.append(_steps(run)))
     assert asked == [[1, 2, 3, 5, 6]] and _steps(run) == [1, 2, 3, 5, 6]
-    prune(locate(run / "checkpoints"), keep=2)
+    prune(locate(run / "checkpoints"), 6, keep=2)
     assert _steps(run) == [5, 6]
 
 
@@ -99,7 +117,7 @@ def test_a_copy_under_another_step_s_name_is_never_taken_counted_or_removed(
     assert "step_0000100 skipped: " in said and "holds step 6, and not the one of its name" in said
     assert newest_saved_step(run) == newest_step(locate(root)) == 6
     assert find_checkpoint(run) == locate(root / "step_0000006")
-    prune(locate(root), keep=5)
+    prune(locate(root), 6, keep=5)
     assert _steps(run) == [2, 3, 4, 5, 6, 10, 100]
     assert main(["ckpt", "prune", str(run), "--keep", "2"]) == 0
     assert "left     step_0000100, which cannot be used" in capsys.readouterr().out
@@ -145,7 +163,7 @@ def test_a_newer_version_is_refused_and_never_removed_nor_skipped(run: Path) -> 
         load_newest(root, plain_state.state(Alone(), None, ELEMENTS), single_world())
     assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
     assert _steps(run) == [2, 5, 6]
-    prune(locate(root), keep=1)
+    prune(locate(root), 6, keep=1)
     assert _steps(run) == [2, 5, 6]
 
 

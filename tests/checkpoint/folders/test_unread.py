@@ -147,6 +147,6 @@ def test_a_run_keeps_what_is_older_than_one_that_cannot_be_read(root: Location, 
     """For all that is known it is one of those to keep, or none."""
     said: list[str] = []
     refuse(f"step_0000004/{MANIFEST_FILE}", errno.EACCES)
-    prune(root, 1, said.append)
+    prune(root, 6, 1, said.append)
     assert _names(root) == ALL
     assert len(said) == 1 and "old checkpoints are left: cannot open" in said[0] and "no permission" in said[0]

@@ -269,6 +269,6 @@ def test_foreign_files_are_no_checkpoints_and_are_left(tmp_path: Path) -> None:
     (tmp_path / "step_0000002" / "__9_0.distcp").write_bytes(b"a shard of somebody else's")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     assert [steps[0][0] for steps in run_ranks(_load, 2, str(tmp_path), [3])] == [2, 2]
-    prune(locate(tmp_path), keep=1)
+    prune(locate(tmp_path), 2, keep=1)
     left = sorted(str(path) for path in tmp_path.rglob("*"))
     assert left == [path for path in before if "step_0000001" not in path]

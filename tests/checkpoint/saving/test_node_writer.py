@@ -365,7 +365,7 @@ def test_an_agent_that_has_committed_removes_no_older_ones_when_the_next_start_h
     monkeypatch.setattr(folder, "remove_checkpoint", remove_last)
     target, said = node_save.Target(root, 1, None, None, "first", 0, 1), list[str]()
     for _ in range(2):
-        node_save.thin_out(target, said.append, lambda: False)
+        node_save.thin_out(target, 4, said.append, lambda: False)
         assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_000000{step}" for step in (1, 2, 4)]
     assert all("another start of the run" in line for line in said) and len(said) == 2
 

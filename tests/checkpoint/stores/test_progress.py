@@ -41,7 +41,7 @@ def test_each_file_of_an_old_checkpoint_and_of_what_was_left_half_written(
     for step in (1, 2, 3):
         plain_state.save(Alone(), tmp_path, step, 8)
     count = sum(len(list((tmp_path / f"step_000000{step}").iterdir())) for step in (1, 2))
-    moves = _moves_between(monkeypatch, local_store.os, "unlink", root, lambda: prune(root, keep=1))
+    moves = _moves_between(monkeypatch, local_store.os, "unlink", root, lambda: prune(root, 3, keep=1))
     assert moves == count - 1 >= 5
     leftover = tmp_path / ".step_0000009.tmp-0123"
     leftover.mkdir()
