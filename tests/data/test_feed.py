@@ -230,8 +230,12 @@ def test_a_step_that_is_waited_for_long_is_told_with_who_reads_it(monkeypatch: p
     monkeypatch.setattr(feed_module, "_LOOK_S", 0.02)
     monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.1)
     source, said = Slow(), []
-    feed = Feed(source, last_step=1, tell=said.append)
-    threading.Timer(0.3, source.go.release).start()
+
+    def tell(line: str) -> None:
+        said.append(line)
+        source.go.release()
+
+    feed = Feed(source, last_step=1, tell=tell)
     assert list(feed.micro_batches(1)) == []
     feed.close()
     assert said and all("so far for the data of step 1, which a test reads" in line for line in said), said

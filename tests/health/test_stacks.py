@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hpc_train.cluster.stack_dump import STACK_SIGNAL, Frame, ThreadStack
 from hpc_train.health.stack_report import group_by_stack, rank_list, report
 from hpc_train.health.stacks import RankStacks, collect, from_lines, to_lines
 from tests import processes
+from tests.node_agents import wait_until
 
 RANK = """\
 import sys, time, threading
@@ -77,8 +77,7 @@ def test_a_stopped_rank_gets_no_signal_and_is_named_with_its_state_and_its_stack
     ranks.start(0)
     pid = ranks.processes[0].pid
     os.kill(pid, signal.SIGSTOP)
-    while stack_dump.process_state(pid) != "T":
-        time.sleep(0.01)
+    wait_until(lambda: stack_dump.process_state(pid) == "T")
     (stacks,) = collect(ranks.run_dir, "n1", None)
     assert stacks.problem is not None
     assert stacks.problem.startswith("it is stopped, as by SIGSTOP")
@@ -90,7 +89,9 @@ def test_a_stopped_rank_gets_no_signal_and_is_named_with_its_state_and_its_stack
 def test_a_rank_that_runs_but_does_not_answer_is_named_after_the_time_limit(ranks: Ranks) -> None:
     """A library may block all signals in the threads that it finds."""
     alone = RANK.replace("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n", "")
-    ranks.start(5, alone.replace("def waits", "import signal; signal.pthread_sigmask(0, range(1, 65))\ndef waits"))
+    code = alone.replace("def waits", "import signal; signal.pthread_sigmask(0, range(1, 65))\ndef waits")
+    pid = ranks.start(5, code).pid
+    wait_until(lambda: stack_dump.process_state(pid) == "S")
     (stacks,) = collect(ranks.run_dir, "n1", None, timeout_s=0.3)
     assert stacks.rank == 5
     assert stacks.problem is not None
@@ -124,9 +125,15 @@ def test_a_program_of_exec_which_prepares_nothing_is_looked_at_from_outside(tmp_
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        (stacks,) = collect(tmp_path, "n1", None)
+        found: list[RankStacks] = []
+
+        def waits_for_its_own() -> bool:
+            found[:] = collect(tmp_path, "n1", None)
+            return "_try_wait" in [frame.function for frame in found[0].threads[0].frames]
+
+        wait_until(waits_for_its_own)
+        (stacks,) = found
         assert (stacks.rank, stacks.pid, stacks.problem, stacks.source) == (4, process.pid, None, "py-spy")
-        assert "_try_wait" in [frame.function for frame in stacks.threads[0].frames]
         assert collect(tmp_path, "n2", None) == []
     finally:
         processes.kill_tree(process.pid)

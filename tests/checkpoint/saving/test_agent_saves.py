@@ -361,6 +361,7 @@ def test_a_store_that_hangs_ends_the_run_on_every_rank_with_the_node_whose_agent
     """The agent lives and answers; its thread is in a call of the file system that does not come back."""
     hanging_store(monkeypatch, "write_first_node", release)
     monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(agent_wait, "LONGEST_GAP_S", 0.1)  # ten looks at least, so that a word comes before the end
     limits = AgentLimits(silence_s=60.0, data_s=60.0, save_s=1.0)
     found: dict[int, CheckpointError] = {}
 

@@ -26,15 +26,17 @@ from tests.worlds import single_world
 
 Patch = pytest.MonkeyPatch
 ELEMENTS = 8192
-HANG_S = 0.3
-"""Many looks of the tests, which are each a hundredth."""
+LOOK_S = 0.01
+HANG_S = 30 * LOOK_S
+"""At least 15 looks, however little time this process gets: no gap between two of them counts for more than two."""
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(chunk_reader, "LOOK_S", 0.01)
-    monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(module, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(module, "LONGEST_GAP_S", 2 * LOOK_S)
+    monkeypatch.setattr(chunk_reader, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(agent_wait, "_FIRST_WORD_S", 5 * LOOK_S)
 
 
 @pytest.fixture
