@@ -17,6 +17,7 @@ from hpc_train.checkpoint.copies.local_saves import LocalCopies, LocalFolder
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE, attempt_of
 from hpc_train.checkpoint.folders.find import model_of_values
 from hpc_train.checkpoint.folders.run_location import run_location
+from hpc_train.checkpoint.folders.ticket import TicketWatch
 from hpc_train.checkpoint.format.model_function import require_function
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
 from hpc_train.checkpoint.loading.load import Loaded
@@ -63,6 +64,7 @@ class Run:
     attempt: str | None = field(init=False)
     copies: LocalCopies | None = field(init=False)
     saver: Saver = field(init=False)
+    ticket: TicketWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.checkpoints = run_location(self.config.checkpoint.folder, self.run_dir)
@@ -76,6 +78,7 @@ class Run:
             lambda seconds: self.stop.completed_save(seconds), self.copies,
             AgentLimits.within(self.config.launch.timeout_s),
         )  # fmt: skip
+        self.ticket = TicketWatch(self.checkpoints, self.world)
 
 
 def _local_copies(config: Config, run_dir: Path, world: World, attempt: str) -> LocalCopies | None:
@@ -318,6 +321,7 @@ def save(run: Run, *, must_last: bool) -> bool:
     Raises:
         CheckpointError: it did not, or the one before did not, unless checkpoint.on_error=continue.
     """
+    run.ticket.look()
     with run.recorder.segment("save", Kind.SAVE):
         return run.saver.save(run.step, state_pieces(run.trainer, counted=True), _values(run), must_last=must_last)
 

@@ -45,7 +45,7 @@ class ChunkReader:
         hang_s, tell: of a store in which nothing moves while bytes are waited for, as of `StoreWait`; it is a failure.
         """
         self.problem: str | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.runs: list[tuple[int, int, int, int]] = []
         self._folder, self._folder_of = folder, folder_of
         self._work = list(zip(chunks, stored, strict=True))
@@ -97,7 +97,7 @@ class ChunkReader:
                 self.failure = error
             else:
                 self.problem = str(error)
-        except Exception as error:
+        except BaseException as error:  # whoever waits for chunks has to hear of its end
             self.failure = error
         if self.problem is not None or self.failure is not None:
             self._ready.put(None)

@@ -1,9 +1,10 @@
-"""A Kerberos ticket that ends before the job: said at the start, and not by the first save that fails."""
+"""A Kerberos ticket that ends before the job: said at the start and before a save, not by the first one that fails."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import final
 
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.cluster.kerberos import ticket_left_s
@@ -11,6 +12,12 @@ from hpc_train.comm.world import World
 from hpc_train.log import say, warn
 
 _ASKS_FOR_TICKETS = ("hdfs://", "libhdfs://")
+_SHORT_S = 600
+"""Left before a save; assumed: what renews tickets does so earlier, and a large save takes minutes."""
+_RENEW = (
+    "Renew it (`kinit -R` as long as it is renewable, or `kinit` from a keytab), in the cache that the nodes use "
+    "(KRB5CCNAME)"
+)
 
 
 def look_at_tickets(
@@ -34,9 +41,27 @@ def look_at_tickets(
     elif ticket_end < job_end:
         warn(
             f"{what}, before this run's time limit at {_clock(job_end)}: if {root.store.prefix} asks for tickets, "
-            "saves fail from then on. Renew it in time (`kinit -R` as long as it is renewable, or `kinit` from a "
-            "keytab), in the cache that the nodes use (KRB5CCNAME)"
+            f"saves fail from then on. {_RENEW} in time"
         )
+
+
+@final
+class TicketWatch:
+    """This node's ticket, looked at by its first rank before each save: what renews it may have ended."""
+
+    def __init__(self, root: Location, world: World, left_s: Callable[[], int | None] = ticket_left_s) -> None:
+        self._is_used = root.store.prefix.startswith(_ASKS_FOR_TICKETS) and world.local_rank == 0
+        self._world, self._left_s, self._is_told = world, left_s, False
+
+    def look(self) -> None:
+        """Warn where it has run out or soon does; once, until it has been renewed. Not collective."""
+        left = self._left_s() if self._is_used else None
+        if left is None:
+            return
+        if left < _SHORT_S and not self._is_told:
+            ends = f"ends in {left} s" if left else "has run out"
+            warn(f"the Kerberos ticket on {self._world.node} {ends}: saves may fail. {_RENEW} now")
+        self._is_told = left < _SHORT_S
 
 
 def _clock(seconds: float) -> str:

@@ -26,6 +26,8 @@ Buffer = memoryview
 _BLOCK_BYTES = 8 << 20
 """Of a text or a trial; assumed: large enough that calls cost nothing."""
 _SAY_EVERY_S = 30.0
+_PANIC = "PanicException"
+"""cited: pyo3, whose module pyo3_runtime cannot be imported."""
 _JAVA_STACK = re.compile(r"(\n|\\n)(\t|\\t)at ")
 
 
@@ -85,6 +87,23 @@ def is_outage(error: Exception) -> bool:
 def is_unread(error: Exception) -> bool:
     """Whether a store did not give what lies there, whatever the reason, so that nobody knows whether it is sound."""
     return isinstance(error, StoreError) and not (error.cause is not None and error.cause.is_damage)
+
+
+class ClientPanic(Exception):
+    """A client in Rust has come to what it was not written for."""
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A panic is raised as no Exception: it would pass by all that tells other ranks, or end a thread unseen."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as problem:
+        if type(problem).__name__ != _PANIC:
+            raise
+        raise ClientPanic(f"the client has panicked: {problem}") from problem
 
 
 class BackendReader(ABC):
@@ -312,7 +331,8 @@ class Store:
     def _connected(self) -> Backend:
         self._backend = None
         try:
-            return self._connect()
+            with _panics_as_errors():
+                return self._connect()
         except HpcTrainError:
             raise
         except Exception as problem:
@@ -342,7 +362,8 @@ class Store:
         while True:
             backend = self.backend()
             try:
-                return ask(backend)
+                with _panics_as_errors():
+                    return ask(backend)
             except (FileNotFoundError, FileExistsError, StoreError):
                 raise
             except Exception as problem:
@@ -409,7 +430,8 @@ class Writer:
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         try:
-            call()
+            with _panics_as_errors():
+                call()
             self._store.moved()
         except Exception as problem:
             raise self._store.failure(what, self._path, problem, self._store.backend().cause(problem)) from problem

@@ -1,4 +1,4 @@
-"""FC-71: a Kerberos ticket that ends before the job is told of at the start."""
+"""FC-71: a Kerberos ticket that ends before the job is told of at the start, and before the saves that it endangers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ def test_a_ticket_that_ends_before_the_job_is_told_of(
     ticket.look_at_tickets(locate(place), single_world(), job_end, lambda: left_s)
     assert len(said) == (told is not None)
     assert told is None or (told in said[0] and "the Kerberos ticket on " in said[0])
+
+
+def test_a_ticket_that_is_not_renewed_is_told_of_before_a_save_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(ticket, "warn", said.append)
+    left: list[int | None] = [86400, 601, 500, 100, 0, 86400, 0, None]
+    watch = ticket.TicketWatch(locate(HDFS), single_world(), lambda: left[0])
+    told = []
+    while left:
+        watch.look()
+        told.append(len(said))
+        left.pop(0)
+    assert told == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert "ends in 500 s: saves may fail. Renew it (`kinit -R`" in said[0] and "has run out" in said[1]
+    ticket.TicketWatch(locate("/scratch/me"), single_world(), lambda: 0).look()
+    assert len(said) == 2

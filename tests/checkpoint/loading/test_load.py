@@ -128,9 +128,13 @@ def _failing(me: TestRank, root: str, failing_rank: int, kinds: list[str], seed:
             loaded = load_newest(root, _pieces(me, seed), world)
             assert loaded is not None
             told[kind] = "loaded", str(loaded.step)
-        except Exception as error:
+        except BaseException as error:
             told[kind] = type(error).__name__, str(error)
     return told
+
+
+class _Panic(BaseException):
+    """What is no Exception, as clients in Rust raise it."""
 
 
 def _read_that_fails(read, kind: str):
@@ -144,6 +148,8 @@ def _read_that_fails(read, kind: str):
             raise StoreError("cannot open it: no permission", Cause("no permission", False, "Have its mode changed."))
         if calls["read"] == 3 and kind == "bug":
             raise RuntimeError("something else")
+        if calls["read"] == 3 and kind == "panic":
+            raise _Panic("called `Option::unwrap()` on a `None` value")
         if calls["read"] == 3 and kind == "damage":
             raise CheckpointError(f"{name} ends early")
         data = read(files, name, start, num_bytes)
@@ -154,19 +160,23 @@ def _read_that_fails(read, kind: str):
     return fail
 
 
+KINDS = ["damage", "flip", "outage", "permission", "bug", "panic"]
+
+
 @pytest.mark.parametrize("failing_rank", [0, 2])
 def test_a_rank_that_cannot_read_is_told_by_all_and_hangs_nobody(tmp_path: Path, failing_rank: int) -> None:
     _save(tmp_path, 1, seed=1)
     _save(tmp_path, 2, seed=2)
-    told = run_ranks(_failing, 3, str(tmp_path), failing_rank, ["damage", "flip", "outage", "permission", "bug"], 7)
+    told = run_ranks(_failing, 3, str(tmp_path), failing_rank, KINDS, 7)
     assert [of_rank["damage"] for of_rank in told] == [("loaded", "1")] * 3
     assert [of_rank["flip"] for of_rank in told] == [("loaded", "1")] * 3
     for rank, of_rank in enumerate(told):
         for kind, cause in (("outage", "it does not answer"), ("permission", "no permission")):
             name, words = of_rank[kind]
             assert name == "StoreError" and cause in words and "step_0000002 cannot be read and may be whole" in words
-        assert of_rank["bug"][0] == ("RuntimeError" if rank == failing_rank else "CollectiveError")
-        assert "something else" in of_rank["bug"][1]
+        for kind, name, words in (("bug", "RuntimeError", "something else"), ("panic", "_Panic", "Option::unwrap")):
+            assert of_rank[kind][0] == (name if rank == failing_rank else "CollectiveError")
+            assert words in of_rank[kind][1]
 
 
 def _changed(me: TestRank, change: str) -> list[StatePiece]:

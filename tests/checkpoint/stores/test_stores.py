@@ -48,7 +48,7 @@ class _Clock:
 class _Failing(LocalBackend):
     """A local file system whose calls fail as told: problems by name of the call, used up one by one."""
 
-    def __init__(self, problems: dict[str, list[Exception]]) -> None:
+    def __init__(self, problems: dict[str, list[BaseException]]) -> None:
         self.problems = problems
         self.calls: list[str] = []
 
@@ -99,7 +99,7 @@ class _Failing(LocalBackend):
         self._meet("replace")
 
 
-def _failing(folder: Path, total_s: float = 10.0, **problems: list[Exception]) -> tuple[Location, _Failing, _Clock]:
+def _failing(folder: Path, total_s: float = 10.0, **problems: list[BaseException]) -> tuple[Location, _Failing, _Clock]:
     backend, clock = _Failing(problems), _Clock()
     return Location(Store("", lambda: backend, clock.patience(total_s)), str(folder)), backend, clock
 
@@ -143,6 +143,30 @@ def test_what_waiting_does_not_mend_fails_at_once(tmp_path: Path, number: int, w
         with pytest.raises(StoreError, match=words) as error:
             (folder / call).write_text("x")
         assert os.strerror(number) in str(error.value) and not is_outage(error.value)
+        assert clock.pauses == []
+
+
+def test_a_lease_that_another_writer_holds_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FC-69: as after a writer that was killed."""
+    monkeypatch.setattr(_Failing, "cause", lambda backend, problem: hdfs_cause(f"{type(problem).__name__}: {problem}"))
+    words = "org.apache.hadoop.hdfs.protocol.AlreadyBeingCreatedException: failed to create file /f for client_1"
+    folder, _, clock = _failing(tmp_path, create=[OSError(words) for _ in range(3)])
+    (folder / "file").write_text("x")
+    assert (folder / "file").read_text() == "x" and clock.pauses == [0.5, 1.0, 2.0]
+    folder, _, clock = _failing(tmp_path, create=[OSError(words) for _ in range(99)])
+    with pytest.raises(StoreError, match="another writer still holds the file's lease"):
+        (folder / "other").write_text("x")
+    assert clock.now <= 10.0
+
+
+def test_a_client_that_panics_has_failed(tmp_path: Path) -> None:
+    """pyo3 raises it as no Exception."""
+    panic = type("PanicException", (BaseException,), {})
+    for call in ("create", "write", "close", "open_read", "read_into"):
+        folder, _, clock = _failing(tmp_path, **{call: [panic("called `Option::unwrap()` on a `None` value")]})
+        (tmp_path / "there").write_text("x")
+        with pytest.raises(StoreError, match=r"the client has panicked: called `Option::unwrap\(\)`"):
+            (folder / call).write_text("x") if call in ("create", "write", "close") else (folder / "there").read_text()
         assert clock.pauses == []
 
 
