@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import axis_traffic, micro_batches_of
-from hpc_train.plan.cost import mfu, micro_batch_shape
+from hpc_train.plan.cost import mfu
 from hpc_train.plan.memory import fullest_stage
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COMPUTE, Action
 from hpc_train.plan.schedule_orders import check_micro_batches, plan_shortened
 from hpc_train.plan.simulate import simulate
-from hpc_train.plan.stages import model_costs, stage_parts
+from hpc_train.plan.stages import chunk_costs
 
 _MOST_PLAYED = 6000
 """Forwards of all stages and chunks that are played of groups of one size, or what two groups have (measured: 0.1 ms
@@ -98,20 +98,8 @@ def estimate_step(config: Config, mesh: Mesh, rates: Rates) -> StepEstimate:
 
 def stage_costs(config: Config, mesh: Mesh) -> tuple[int, ...]:
     """Floating-point operations of one micro-batch on each stage, on all its ranks, recomputation included."""
-    of_chunks = _chunk_costs(config, mesh)
+    of_chunks = chunk_costs(config, mesh)
     return tuple(sum(of_chunks[stage :: mesh.pp]) for stage in range(mesh.pp))
-
-
-def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
-    """The same of each (virtual) stage."""
-    num_sequences, seq_len = micro_batch_shape(config)
-    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
-    return [
-        sum(costs.layers[part.layers.start : part.layers.stop])
-        + (costs.embedding if part.has_embedding else 0)
-        + (costs.head_and_loss if part.has_head else 0)
-        for part in stage_parts(config, mesh)
-    ]
 
 
 def _makespan(config: Config, mesh: Mesh, costs: Sequence[int], num_micro_batches: int) -> float:
@@ -124,7 +112,7 @@ def _makespan(config: Config, mesh: Mesh, costs: Sequence[int], num_micro_batche
     kind, virtual_stages = config.parallel.schedule, config.parallel.virtual_stages
     if kind == "1f1b" or mesh.pp == 1:
         return pipeline_cost(costs, num_micro_batches, virtual_stages)
-    of_chunks = _chunk_costs(config, mesh)
+    of_chunks = chunk_costs(config, mesh)
 
     def cost(stage: int, action: Action) -> int:
         return of_chunks[action.model_chunk * mesh.pp + stage] if action.op in COMPUTE else 0

@@ -1,4 +1,4 @@
-"""How much of data parallel's communication a schedule can hide: what simulation exposes of it."""
+"""How much of data parallel's communication a schedule can hide: what simulation adds to a step without it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from dataclasses import dataclass
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import dp_element_bytes, is_split_by_tokens, micro_batches_of
-from hpc_train.plan.cost import micro_batch_shape
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit, plan_parameters
 from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Schedule
 from hpc_train.plan.schedule_collectives import early_chunks, plan_training, updates_early
 from hpc_train.plan.schedule_steps import Costs
 from hpc_train.plan.simulate import simulate
-from hpc_train.plan.stages import model_costs, stage_parts
+from hpc_train.plan.stages import chunk_costs, stage_parts
 from hpc_train.plan.steady import PLAYED_STEPS, step_period, without_needless_gathers
 
 RATIOS = (0.2, 0.5, 0.8)
 """Of dp's transfers alone to compute alone, for which `best_hidden` says what can be hidden."""
-_MOST_PLAYED = 1000
-"""Forwards of all stages and chunks that are played (derived: some 2 s at most, while a plan is being made)."""
+_MOST_PLAYED = 4000
+"""Forwards of all stages and chunks that are played (measured: 0.1 ms each for each ratio, while a plan is made)."""
 
 
 @dataclass(frozen=True)
 class HiddenShare:
     """Times in the unit of the costs.
 
-    makespan: of a step. compute: of the step if collectives took no time. communication: all collectives of the stage
-    that has most.
+    makespan: of a step. compute: of the step if its transfers took no time. communication: all transfers of one kind,
+    of the stage, or the line between two of them, that has most.
     """
 
     makespan: int
@@ -36,14 +35,14 @@ class HiddenShare:
     communication: int
 
     @property
-    def exposed(self) -> int:
-        """By how much collectives make the step longer."""
+    def added(self) -> int:
+        """By how much transfers make the step longer."""
         return self.makespan - self.compute
 
     @property
     def share(self) -> float:
-        """Of the collectives' time, what is beside compute or would be idle; 1.0 where there are none."""
-        return 1.0 - self.exposed / self.communication if self.communication else 1.0
+        """Of the transfers' time, what is beside compute or would be idle; 1.0 where there are none."""
+        return 1.0 - self.added / self.communication if self.communication else 1.0
 
 
 def hidden_share(schedule: Schedule, costs: Costs) -> HiddenShare:
@@ -76,7 +75,7 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
     if mesh.dp * mesh.cp == 1 or not config.parallel.overlap:
         return ()
     parallel, num_micro_batches = config.parallel, micro_batches_of(config, mesh)
-    # What is exposed lies beside the first forwards and the last backwards; more micro-batches between change nothing.
+    # What is not hidden lies beside the first forwards and the last backwards; micro-batches between change nothing.
     played = min(num_micro_batches, 2 * mesh.pp)
     is_early = updates_early(config, mesh) and bool(early_chunks(parallel.virtual_stages, has_tied_last=False))
     if played * mesh.pp * parallel.virtual_stages * (PLAYED_STEPS if is_early else 1) > _MOST_PLAYED:
@@ -90,7 +89,7 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
         has_tied=tied,
         early_updates=is_early,
     )
-    compute, elements = _chunk_costs(config, mesh), _chunk_elements(config, mesh)
+    compute, elements = chunk_costs(config, mesh), _chunk_elements(config, mesh)
     parameter_bytes, gradient_bytes = dp_element_bytes(config)
     widths = {Op.ALL_GATHER: parameter_bytes, Op.UPDATE: parameter_bytes, Op.REDUCE_SCATTER: gradient_bytes}
     busiest = num_micro_batches * max(sum(compute[stage :: mesh.pp]) for stage in range(mesh.pp))
@@ -110,16 +109,6 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
 
         found.append((ratio, hidden_share(schedule, cost).share))
     return tuple(found)
-
-
-def _chunk_costs(config: Config, mesh: Mesh) -> list[int]:
-    """Operations of one micro-batch on each global chunk."""
-    num_sequences, seq_len = micro_batch_shape(config)
-    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
-    return [
-        sum(costs.layers[part.layers.start : part.layers.stop]) + (costs.head_and_loss if part.has_head else 0)
-        for part in stage_parts(config, mesh)
-    ]
 
 
 def _chunk_elements(config: Config, mesh: Mesh) -> list[int]:

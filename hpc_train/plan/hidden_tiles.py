@@ -1,7 +1,7 @@
 """How much of tensor parallel's communication its tiles can hide, by playing each transfer beside its products.
 
 A transfer takes the line alone, tiles go one behind the other, and a rank multiplies in the order of
-parallel/exchange.py. What is exposed is what makes the time of the products longer.
+parallel/exchange.py. What is not hidden makes the time of the products longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Crossing:
     behind: Fraction = Fraction(0)
     own: Fraction = Fraction(0)
 
-    def exposed(self, num_tiles: int) -> Fraction:
+    def added(self, num_tiles: int) -> Fraction:
         """What the transfer adds to the time of the products."""
         compute = self.product + self.behind
         if num_tiles == 1:
@@ -63,13 +63,13 @@ def best_hidden_tiles(config: Config, mesh: Mesh, ratios: Sequence[float] = RATI
     found = []
     for ratio in ratios:
         scale = Fraction(ratio).limit_denominator(1000) * compute / sent
-        exposed = sum(
-            Crossing(c.is_entering, c.transfer * scale, c.product, c.behind, c.own).exposed(
+        added = sum(
+            Crossing(c.is_entering, c.transfer * scale, c.product, c.behind, c.own).added(
                 config.parallel.tp_tiles if c.product else 1
             )
             for c in crossings
         )
-        found.append((ratio, float(1 - exposed / (sent * scale))))
+        found.append((ratio, float(1 - added / (sent * scale))))
     return tuple(found)
 
 

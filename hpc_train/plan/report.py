@@ -18,6 +18,7 @@ from hpc_train.plan.batch_places import hdp_figures
 from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
 from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
 from hpc_train.plan.hidden import best_hidden
+from hpc_train.plan.hidden_messages import best_hidden_messages
 from hpc_train.plan.hidden_tiles import best_hidden_tiles
 from hpc_train.plan.homes import GroupHomes, find_homes
 from hpc_train.plan.memory import MemoryEstimate, check_memory, fullest_stage
@@ -40,7 +41,7 @@ class PlanReport:
     before, the traffic of one step in the planned and in Slurm's order, and hashed and hashed_before, how evenly
     switches spread it over their links. homes: where the groups of each axis live. nccl: what the plan wants of NCCL.
     fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
-    hidden, tp_hidden: what can be hidden of dp's and of tp's transfers at best, by their ratio to compute.
+    dp_hidden, pp_hidden, tp_hidden: what can be hidden of an axis' transfers at best, by their ratio to compute.
     hdp: where hdp ranks are in the network, for a run with parallel.hdp; None for others. copy_holders: by node the one
     that keeps its copy, for a run with checkpoint.local; None for others.
     notes: for the user.
@@ -60,7 +61,8 @@ class PlanReport:
     nccl: tuple[NcclSetting, ...]
     fullest: tuple[int, MemoryEstimate]
     estimate: StepEstimate
-    hidden: tuple[tuple[float, float], ...]
+    dp_hidden: tuple[tuple[float, float], ...]
+    pp_hidden: tuple[tuple[float, float], ...]
     tp_hidden: tuple[tuple[float, float], ...]
     gpu_memory_bytes: int | None
     notes: tuple[str, ...]
@@ -127,7 +129,8 @@ class PlanReport:
             "bubble": self.estimate.bubble,
             "step_time_s": self.estimate.step_time_s,
             "mfu": self.estimate.mfu,
-            "dp_hidden_at_best": {str(ratio): share for ratio, share in self.hidden},
+            "dp_hidden_at_best": {str(ratio): share for ratio, share in self.dp_hidden},
+            "pp_hidden_at_best": {str(ratio): share for ratio, share in self.pp_hidden},
             "tp_hidden_at_best": {str(ratio): share for ratio, share in self.tp_hidden},
         }
         return figures
@@ -169,7 +172,14 @@ def report_plan(
         hdp = hdp_figures(placement, fabric)
         set_up_batches_of(config, mesh, hdp)  # refuses what ranks would refuse
     copies = None if config.checkpoint.local is None else plan_peer_copies(placement, fabric)
-    told = dict.fromkeys((*notes, *placement.notes, *(() if copies is None else copies.notes)))
+    dp_hidden, pp_hidden = best_hidden(config, mesh), best_hidden_messages(config, mesh)
+    too_long = (mesh.dp > 1 and config.parallel.overlap and not dp_hidden, mesh.pp > 1 and not pp_hidden)
+    not_played = [
+        f"what can be hidden of {axis}'s transfers at best is not known: its schedule is too long to be played"
+        for axis, is_too_long in zip(("dp", "pp"), too_long, strict=True)
+        if is_too_long
+    ]
+    told = dict.fromkeys((*notes, *placement.notes, *(() if copies is None else copies.notes), *not_played))
     if fabric is not None:
         told.pop(f"fabric from {fabric.source}", None)
     return PlanReport(
@@ -187,7 +197,8 @@ def report_plan(
         nccl=nccl_settings(placement, fabric, traffic),
         fullest=fullest_stage(config, mesh),
         estimate=estimate,
-        hidden=best_hidden(config, mesh),
+        dp_hidden=dp_hidden,
+        pp_hidden=pp_hidden,
         tp_hidden=best_hidden_tiles(config, mesh),
         gpu_memory_bytes=config.fabric.gpu_memory_bytes,
         notes=tuple(told),

@@ -123,6 +123,22 @@ def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:
     return tuple(ModelPart(layers, stage == 0, stage == len(stages) - 1) for stage, layers in enumerate(stages))
 
 
+def chunk_costs(config: Config, mesh: Mesh) -> list[int]:
+    """Floating-point operations of one micro-batch on each (virtual) stage, on all its ranks, recomputation included.
+
+    Raises:
+        ConfigError: more stages than layers, or layers_per_stage that do not add up to model.num_layers.
+    """
+    num_sequences, seq_len = micro_batch_shape(config)
+    costs = model_costs(config.model, seq_len, num_sequences, config.train.recompute)
+    return [
+        sum(costs.layers[part.layers.start : part.layers.stop])
+        + (costs.embedding if part.has_embedding else 0)
+        + (costs.head_and_loss if part.has_head else 0)
+        for part in stage_parts(config, mesh)
+    ]
+
+
 def split_layers(costs: Sequence[int], first_extra: int, last_extra: int, num_stages: int) -> tuple[range, ...]:
     """Cut the layers into consecutive stages of at least one, so that the most expensive stage is cheapest.
 

@@ -133,7 +133,7 @@ def _estimates(report: PlanReport) -> Section:
     estimate = report.estimate
     if report.mesh.pp > 1:
         rows.append(("pipeline bubble", f"{estimate.bubble:.1%}"))
-    for axis, shares in (("dp", report.hidden), ("tp", report.tp_hidden)):
+    for axis, shares in (("dp", report.dp_hidden), ("pp", report.pp_hidden), ("tp", report.tp_hidden)):
         rows += [(f"{axis} hidden at best, at {ratio:g}x of compute", f"{share:.1%}") for ratio, share in shares]
     if estimate.step_time_s is not None and estimate.mfu is not None:
         rows += [("step time", time_text(estimate.step_time_s)), ("MFU", f"{estimate.mfu:.1%}")]

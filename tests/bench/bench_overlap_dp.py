@@ -7,7 +7,7 @@ in fp32 on the wire, with the same model, data and fused AdamW, and all losses a
 global norm, which stays below the limit, as it does in the steps of a run but for its beginning.
 
 Hidden is 1 - (step - compute alone) / communication alone. Its bound comes from the simulator, with the measured
-compute and communication: what the schedule would expose if everything began as early as its list allows.
+compute and communication: what the schedule would leave if everything began as early as its list allows.
 Prints JSON. Communication should be about 0.8 of compute: choose the rate and --hidden-size so.
 
     python -m tests.bench.bench_overlap_dp --cluster NAME --rate 150mbit [--micro-batches 1] [--rounds 7]

@@ -19,24 +19,24 @@ def _crossing(is_entering: bool, transfer: int, product: int, behind: int = 0, o
 
 @pytest.mark.parametrize("is_entering", [False, True])
 def test_a_transfer_as_long_as_its_product_is_hidden_but_for_one_tile(is_entering: bool) -> None:
-    exposed = [_crossing(is_entering, 24, 24).exposed(tiles) for tiles in (1, 2, 3, 4)]
-    assert exposed == [24, 12, 8, 6]
+    added = [_crossing(is_entering, 24, 24).added(tiles) for tiles in (1, 2, 3, 4)]
+    assert added == [24, 12, 8, 6]
 
 
 def test_own_rows_hide_the_tile_that_is_left_and_so_do_weights_behind_a_leaving() -> None:
     # 12 of own rows, then tiles of 3: all four transfers of 6 are over at 6, 12, 18, 24; rows at 15, 18, 21, 27.
-    assert _crossing(True, 24, 24, own="1/2").exposed(4) == 3
+    assert _crossing(True, 24, 24, own="1/2").added(4) == 3
     # Tiles of 3 are sent from 3 to 9, to 15, to 21, to 27, and own rows end at 24.
-    assert _crossing(False, 24, 24, own="1/2").exposed(4) == 3
-    assert _crossing(False, 24, 24, behind=6).exposed(4) == 0
-    assert _crossing(False, 24, 24, behind=24).exposed(1) == 24
+    assert _crossing(False, 24, 24, own="1/2").added(4) == 3
+    assert _crossing(False, 24, 24, behind=6).added(4) == 0
+    assert _crossing(False, 24, 24, behind=24).added(1) == 24
     # Of an entering, what is made behind it comes too late.
-    assert _crossing(True, 24, 24, behind=24).exposed(4) == 6
+    assert _crossing(True, 24, 24, behind=24).added(4) == 6
 
 
 def test_a_transfer_that_takes_longer_than_its_product_hides_no_more_than_that() -> None:
-    assert _crossing(True, 100, 8).exposed(4) == 100 - 8 + 2
-    assert _crossing(False, 100, 8).exposed(4) == 100 - 8 + 2
+    assert _crossing(True, 100, 8).added(4) == 100 - 8 + 2
+    assert _crossing(False, 100, 8).added(4) == 100 - 8 + 2
 
 
 def _shares(tp: int = 2, tp_tiles: int = 4, seq_len: int = 16, pp: int = 1, **changes: object) -> list[float]:

@@ -30,8 +30,8 @@ def test_plan_json_has_the_figures_that_others_rely_on() -> None:
     for order, hops in traffic["byte_hops"].items():
         assert hops == sum(traffic[order][tier] * weight for tier, weight in weights.items()) // 1000
     assert traffic["byte_hops"]["planned"] < traffic["byte_hops"]["slurm_order"]
-    estimate = {"memory_bytes", "bubble", "step_time_s", "mfu", "dp_hidden_at_best", "tp_hidden_at_best"}
-    assert document["estimate"].keys() == estimate
+    hidden = {f"{axis}_hidden_at_best" for axis in ("dp", "pp", "tp")}
+    assert document["estimate"].keys() == {"memory_bytes", "bubble", "step_time_s", "mfu"} | hidden
     assert document["estimate"]["step_time_s"] is None and 0 < document["estimate"]["bubble"] < 1
     assert Plan.from_json(report.plan.to_json()) == report.plan
 
@@ -73,6 +73,14 @@ def test_with_the_peak_of_a_gpu_step_time_and_utilisation_are_estimated_and_how_
         assert words in text
     without = report_text(make_report())
     assert "MFU  " not in without and "note: step time and MFU are not known" in without
+
+
+def test_what_can_be_hidden_is_printed_and_where_a_schedule_is_too_long_to_be_played_a_note_says_so() -> None:
+    text = report_text(make_report())
+    assert all(f"{axis} hidden at best, at 0.8x of compute" in text for axis in ("dp", "pp"))
+    long = report_text(make_report(config=make_config(train={"steps": 1, "global_batch_size": 8 * 1001})))
+    assert "dp hidden at best" in long and "pp hidden at best" not in long
+    assert "note: what can be hidden of pp's transfers at best is not known" in long and "of dp's transfers" not in long
 
 
 def test_what_is_wanted_of_nccl_is_printed_with_its_reason_and_kept_in_the_plan() -> None:

@@ -123,14 +123,14 @@ def test_one_chunk_hides_nothing_and_free_collectives_hide_all() -> None:
 
 def test_more_micro_batches_leave_no_more_room_beside_the_first_forward_and_the_last_backward() -> None:
     for gather, reduce in ((5, 5), (40, 10)):
-        exposed = []
+        added = []
         for num_micro_batches in (1, 4):
             found = hidden_share(
                 plan_training("1f1b", 1, num_micro_batches, 8),
                 even_costs(forward=4, backward=8, gather=gather, reduce=reduce),
             )
-            exposed.append(found.exposed)
-        assert 0 < exposed[1] <= exposed[0]
+            added.append(found.added)
+        assert 0 < added[1] <= added[0]
 
 
 def test_a_plan_s_bound_falls_with_more_communication_and_fewer_chunks_and_is_left_out_where_it_says_nothing() -> None:
@@ -150,9 +150,9 @@ def test_a_plan_s_bound_falls_with_more_communication_and_fewer_chunks_and_is_le
     assert shares(1) == shares(2, overlap=False) == []
 
 
-def test_without_collectives_in_the_list_nothing_is_hidden_or_exposed() -> None:
+def test_without_collectives_in_the_list_nothing_is_hidden_or_added() -> None:
     found = hidden_share(plan_schedule("1f1b", 2, 4), even_costs(forward=4, backward=8))
-    assert (found.exposed, found.communication, found.share) == (0, 0, 1.0)
+    assert (found.added, found.communication, found.share) == (0, 0, 1.0)
 
 
 def test_a_list_with_gathers_already_is_refused_by_the_checker_where_it_gets_them_twice() -> None:
