@@ -15,6 +15,7 @@ Source of the phases: Jiang et al., "MegaScale", NSDI'24, section 3.2.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,18 +38,19 @@ _LABELS = {Op.F: "forward", Op.B: "backward", Op.W: "backward of weights"}
 class _Step:
     """What is alive while a list is executed.
 
-    entered: what each forward got from before; left: what it gave. arriving, sending: posted and not yet awaited.
-    weights: what a B has left for its W. over: sends that are known to be over at an action.
+    entered: what each forward got from before; left: what it gave. arriving, sending: posted and not yet awaited; what
+    is sent by the stage that it goes to, in order.
+    weights: what a B has left for its W; where backwards are not split, nothing is left.
     """
 
     inputs: Sequence[Inputs]
     losses: list[torch.Tensor | None]
-    over: Mapping[Action, Sequence[Action]]
+    splits_backward: bool
     entered: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     left: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     here: dict[Key, torch.Tensor] = field(default_factory=dict)
-    arriving: dict[Key, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    sending: dict[Action, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    arriving: dict[Key, tuple[Action, Any, torch.Tensor]] = field(default_factory=dict)
+    sending: defaultdict[int, deque[tuple[Any, torch.Tensor]]] = field(default_factory=lambda: defaultdict(deque))
     weights: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
 
 
@@ -95,9 +97,11 @@ class Pipeline:
         Raises:
             ConfigError: the list has an action that nobody carries out.
         """
-        if schedule.splits_backward and self._queues is None:
+        actions = schedule.actions[self.stage]
+        splits_backward = any(action.op is Op.W for action in actions)
+        if splits_backward and self._queues is None:
             raise ConfigError("the schedule splits the backward (W actions), and this model's linears have no queue")
-        step = _Step(inputs, [None] * len(inputs), schedule.sends_over[self.stage])
+        step = _Step(inputs, [None] * len(inputs), splits_backward)
 
         def forward(action: Action) -> None:
             if await_parameters is not None:
@@ -112,14 +116,15 @@ class Pipeline:
             Op.RECV: lambda action: self._receive(action, step),
             **(then or {}),
         }
-        for action in schedule.actions[self.stage]:
+        for action in actions:
             actor = actors.get(action.op)
             if actor is None:
                 raise ConfigError(f"the schedule has {action.describe()}, which nothing here carries out")
             with self._timed(action):
                 actor(action)
-        for work, _ in step.sending.values():
-            work.wait()
+        for sends in step.sending.values():
+            for work, _ in sends:
+                work.wait()
         return [loss for loss in step.losses if loss is not None]
 
     def _timed(self, action: Action) -> Segment:
@@ -157,7 +162,7 @@ class Pipeline:
         torch.autograd.backward(left, gradient)
         if self._queues is not None:
             step.weights[micro_batch, own] = self._queues[own].take()
-            if not schedule.splits_backward:
+            if not step.splits_backward:
                 step.weights.pop((micro_batch, own))()
         entered = step.entered.pop((micro_batch, own), None)
         if entered is None:
@@ -182,24 +187,25 @@ class Pipeline:
             tensor = step.here.pop((Payload.GRADIENT, micro_batch, own))
         tensor = tensor.contiguous()
         group = self._groups[Direction.of(self.stage, action.peer)]
-        step.sending[action] = (send_to(tensor, action.peer, group), tensor)
+        step.sending[action.peer].append((send_to(tensor, action.peer, group), tensor))
 
     def _receive(self, action: Action, step: _Step) -> None:
         micro_batch, own = _place(action)
         assert action.payload is not None and action.peer is not None
         tensor = self._stream(step.inputs[micro_batch], self.chunks[own])
         work = receive_from(tensor, action.peer, self._groups[Direction.of(action.peer, self.stage)])
-        step.arriving[action.payload, micro_batch, own] = (work, tensor)
+        step.arriving[action.payload, micro_batch, own] = (action, work, tensor)
 
     def _awaited(self, action: Action, payload: Payload, step: _Step) -> torch.Tensor:
         """What another chunk made: from another stage, or from another chunk of this one."""
         key = (payload, *_place(action))
         if key in step.here:
             return step.here.pop(key)
-        work, tensor = step.arriving.pop(key)
+        receive, work, tensor = step.arriving.pop(key)
         work.wait()
-        for send in step.over.get(action, ()):
-            step.sending.pop(send)[0].wait()
+        assert receive.peer is not None
+        for _ in range(receive.sends_over):
+            step.sending[receive.peer].popleft()[0].wait()
         return tensor
 
     def _stream(self, inputs: Inputs, chunk: Transformer) -> torch.Tensor:

@@ -19,10 +19,11 @@ model_chunks. Its list of actions is executed in order, by these rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import final, overload
 
 
 class Op(StrEnum):
@@ -75,12 +76,14 @@ _TEXTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One entry of a stage's list.
 
     micro_batch: None for collectives, which are of a whole model_chunk. model_chunk: the stage's own, the one that
-    made what is sent or needs what is received. peer, payload: of send and recv only.
+    made what is sent or needs what is received. peer, payload: of send and recv only. sends_over: of a recv, how many
+    of the stage's sends to the peer, the oldest first, are over when it has come, beside those that were before: their
+    receiver used them before it made what comes.
     """
 
     op: Op
@@ -88,6 +91,7 @@ class Action:
     model_chunk: int = 0
     peer: int | None = None
     payload: Payload | None = None
+    sends_over: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         transfer = self.op in TRANSFERS
@@ -109,6 +113,33 @@ class Action:
         return f"{_TEXTS[self.op]} of micro-batch {self.micro_batch}{chunk}"
 
 
+@final
+class StageLists(Sequence[Sequence[Action]]):
+    """The list of each stage, made when it is first asked for: a rank executes its own one alone."""
+
+    def __init__(self, num_stages: int, make: Callable[[int], Sequence[Action]]) -> None:
+        self._made: list[Sequence[Action] | None] = [None] * num_stages
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, stage: int) -> Sequence[Action]: ...
+    @overload
+    def __getitem__(self, stage: slice) -> Sequence[Sequence[Action]]: ...
+    def __getitem__(self, stage: int | slice) -> Sequence[Action] | Sequence[Sequence[Action]]:
+        if isinstance(stage, slice):
+            return [self[each] for each in range(len(self))[stage]]
+        made = self._made[stage]
+        if made is None:
+            made = self._made[stage] = self._make(range(len(self))[stage])
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One pipeline's step: a list of actions for each stage. `check_schedule.check_schedule` says if it is sound.
@@ -119,7 +150,7 @@ class Schedule:
 
     num_micro_batches: int
     chunks: tuple[tuple[int, ...], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Sequence[Sequence[Action]]
     min_micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -155,14 +186,6 @@ class Schedule:
         """Stage and model_chunk of each global chunk."""
         return places_of(self.chunks)
 
-    @cached_property
-    def sends_over(self) -> tuple[Mapping[Action, tuple[Action, ...]], ...]:
-        """For each stage and each of its F and B that need a message: which of its sends are over when that has come.
-
-        Those whose receiver used them before it made the message. A send is named once at most, the last ones never.
-        """
-        return _sends_over(self)
-
 
 def places_of(chunks: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Stage and model_chunk of each global chunk, from the global chunks of each stage."""
@@ -178,86 +201,4 @@ def source_of(action: Action, stage: int, chunks: Sequence[Sequence[int]]) -> in
     if action.op is Op.B:
         chunk = chunks[stage][action.model_chunk] + 1
         return chunk if chunk < sum(map(len, chunks)) else None
-    return None
-
-
-def _sends_over(schedule: Schedule) -> tuple[dict[Action, tuple[Action, ...]], ...]:
-    found: list[dict[Action, tuple[Action, ...]]] = [{} for _ in schedule.actions]
-    for peer, actions in enumerate(schedule.actions):
-        used: list[list[Action]] = [[] for _ in schedule.actions]
-        for action in actions:
-            source = source_of(action, peer, schedule.chunks)
-            if source is not None:
-                stage, own = schedule.places[source]
-                payload = Payload.ACTIVATION if action.op is Op.F else Payload.GRADIENT
-                used[stage].append(Action(Op.SEND, action.micro_batch, own, peer, payload))
-            if action.op is Op.SEND and action.peer is not None:
-                made = schedule.chunks[peer][action.model_chunk]
-                op, chunk = (Op.F, made + 1) if action.payload is Payload.ACTIVATION else (Op.B, made - 1)
-                stage, own = schedule.places[chunk]
-                found[stage][Action(op, action.micro_batch, own)] = tuple(used[stage])
-                used[stage] = []
-    return tuple(found)
-
-
-def add_transfers(
-    compute: Sequence[Sequence[Action]], chunks: Sequence[Sequence[int]]
-) -> tuple[tuple[Action, ...], ...]:
-    """The stages' lists of F, B and W with the sends and receives that they need.
-
-    Each send stands right behind the action that makes its payload. Each receive stands one F, B or W ahead of the
-    action that needs it, so that it runs beside that one; or still earlier, where another receive of the same
-    channel stands that the sender sends later.
-    """
-    places = places_of(chunks)
-    consumers = [
-        {(action.op, action.micro_batch, action.model_chunk): index for index, action in enumerate(stage)}
-        for stage in compute
-    ]
-    # By stage and by index in its compute list: what is posted just before it, and just after it.
-    before: list[dict[int, list[Action]]] = [{} for _ in compute]
-    after: list[dict[int, Action]] = [{} for _ in compute]
-    channels: dict[tuple[int, int], list[tuple[int, Action]]] = {}
-    for stage, actions in enumerate(compute):
-        for index, action in enumerate(actions):
-            target = _target(action, stage, places, chunks)
-            if target is None or target[0] == stage:
-                continue
-            peer, own_there = target
-            payload = Payload.ACTIVATION if action.op is Op.F else Payload.GRADIENT
-            after[stage][index] = Action(Op.SEND, action.micro_batch, action.model_chunk, peer, payload)
-            receive = Action(Op.RECV, action.micro_batch, own_there, stage, payload)
-            needed = consumers[peer].get((action.op, action.micro_batch, own_there))
-            if needed is None:
-                wanted = Action(action.op, action.micro_batch, own_there).describe()
-                raise ValueError(f"stage {peer} never does {wanted}, which needs what stage {stage} makes")
-            channels.setdefault((stage, peer), []).append((needed, receive))
-    for (_, peer), receives in channels.items():
-        latest = len(compute[peer])
-        posts = []
-        for needed, receive in reversed(receives):
-            latest = min(latest, max(needed - 1, 0))
-            posts.append((latest, receive))
-        for index, receive in reversed(posts):
-            before[peer].setdefault(index, []).append(receive)
-    return tuple(
-        tuple(
-            entry
-            for index, action in enumerate(actions)
-            for entry in (*before[stage].get(index, ()), action, after[stage].get(index))
-            if entry is not None
-        )
-        for stage, actions in enumerate(compute)
-    )
-
-
-def _target(
-    action: Action, stage: int, places: Sequence[tuple[int, int]], chunks: Sequence[Sequence[int]]
-) -> tuple[int, int] | None:
-    """Stage and model_chunk that need what this action makes."""
-    chunk = chunks[stage][action.model_chunk]
-    if action.op is Op.F and chunk + 1 < len(places):
-        return places[chunk + 1]
-    if action.op is Op.B and chunk > 0:
-        return places[chunk - 1]
     return None

@@ -12,11 +12,13 @@ gather at the head of the next list then has nothing to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from hpc_train.config import Config
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule import Action, Op, Payload, Schedule
+from hpc_train.plan.schedule import Action, Op, Payload, Schedule, StageLists
 from hpc_train.plan.schedule_orders import Kind, plan_forward_only, plan_schedule
 
 EARLY_EVERY = 3
@@ -38,7 +40,8 @@ def plan_training(
     has_tied: bool = False,
     early_updates: bool = False,
 ) -> Schedule:
-    """All of a step: `plan_schedule`'s plan with its collectives and, if wished, early updates.
+    """All of a step: `plan_schedule`'s plan with its collectives and, if wished, early updates. Steps have mostly the
+    same one, so some are remembered.
 
     Raises:
         ConfigError: fewer micro-batches than stages, with what would work.
@@ -76,8 +79,11 @@ def add_collectives(schedule: Schedule, *, has_tied: bool = False, early_updates
     are summed over data parallel ranks, and the first chunk's is the last one that there is: so the last chunk's sum
     stands at the end of its list.
     """
-    actions = tuple(_with_collectives(schedule, stage, has_tied, early_updates) for stage in range(schedule.num_stages))
-    return Schedule(schedule.num_micro_batches, schedule.chunks, actions, schedule.min_micro_batches)
+
+    def actions_of(stage: int) -> Sequence[Action]:
+        return _with_collectives(schedule, stage, has_tied, early_updates)
+
+    return replace(schedule, actions=StageLists(schedule.num_stages, actions_of))
 
 
 def _with_collectives(schedule: Schedule, stage: int, has_tied: bool, early_updates: bool) -> tuple[Action, ...]:
@@ -98,6 +104,9 @@ def _with_collectives(schedule: Schedule, stage: int, has_tied: bool, early_upda
         sums.setdefault(last[own], []).append(Action(Op.REDUCE_SCATTER, model_chunk=own))
         if before is not None and before in early:
             sums[last[own]].append(Action(Op.UPDATE, model_chunk=before))
-    done = [entry for index, action in enumerate(actions) for entry in (action, *sums.get(index, ()))]
-    gathers = [Action(Op.ALL_GATHER, model_chunk=own) for own in forwards]
-    return (*gathers, *done, *sums.get(len(actions), ()))
+    done = [Action(Op.ALL_GATHER, model_chunk=own) for own in forwards]
+    taken = 0
+    for index in sorted(sums):
+        done += [*actions[taken : index + 1], *sums[index]]
+        taken = index + 1
+    return (*done, *actions[taken:])

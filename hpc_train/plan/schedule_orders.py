@@ -12,12 +12,14 @@ backwards, and for (p - 1)(F + B - W) / v with split ones where the three take e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.changes import Change, SizesError
-from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
+from hpc_train.plan.schedule import Action, Op, Schedule, StageLists
+from hpc_train.plan.schedule_transfers import with_transfers
 
 Kind = Literal["1f1b", "zero_bubble"]
 
@@ -30,9 +32,8 @@ such set within groups of one size has been there.
 """
 
 
-@lru_cache(maxsize=8)
 def plan_schedule(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """The plan that `parallel.schedule` names. Steps have mostly the same one, so some are remembered.
+    """The plan that `parallel.schedule` names.
 
     Raises:
         ConfigError: fewer micro-batches than stages, with what would work.
@@ -105,12 +106,16 @@ def plan_zero_bubble(
     return _plan(num_stages, num_micro_batches, virtual_stages, eager, split=True)
 
 
-@lru_cache(maxsize=8)
 def plan_forward_only(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Every micro-batch forward through the stages, for an evaluation; any number of them."""
-    forwards = _in_groups(Op.F, _listed(_group_sizes(num_stages, num_micro_batches)), virtual_stages)
+    sizes = _listed(_group_sizes(num_stages, num_micro_batches))
+    forwards = _Orders(num_stages, sizes, virtual_stages).forwards
     chunks = chunks_of_stages(num_stages, virtual_stages)
-    return Schedule(num_micro_batches, chunks, add_transfers([forwards] * num_stages, chunks))
+
+    def actions_of(stage: int) -> Sequence[Action]:
+        return with_transfers(stage, [forwards] * num_stages, chunks, num_micro_batches)
+
+    return Schedule(num_micro_batches, chunks, StageLists(num_stages, actions_of))
 
 
 def chunks_of_stages(num_stages: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
@@ -134,7 +139,7 @@ def plan_shortened(
     """
     check_micro_batches(num_stages, num_micro_batches)
     sizes = _listed(_group_sizes(num_stages, num_micro_batches), most_alike)
-    return _plan_groups(num_stages, sizes, virtual_stages, eager=False, split=kind == "zero_bubble")
+    return _planned(_Orders(num_stages, sizes, virtual_stages, split=kind == "zero_bubble"))
 
 
 def shortened_stage_work(
@@ -144,37 +149,66 @@ def shortened_stage_work(
     at some moment of the whole plan is there, in the order of their first moments.
     """
     sizes = _listed(_group_sizes(num_stages, num_micro_batches), MOST_ALIKE)
-    return _stage_work(num_stages, sizes, virtual_stages, stage, eager=False, split=kind == "zero_bubble")
+    return _Orders(num_stages, sizes, virtual_stages, split=kind == "zero_bubble").of_stage(stage)
 
 
 def _plan(num_stages: int, num_micro_batches: int, virtual_stages: int, eager: bool, *, split: bool) -> Schedule:
     check_micro_batches(num_stages, num_micro_batches)
     sizes = _listed(_group_sizes(num_stages, num_micro_batches))
-    return _plan_groups(num_stages, sizes, virtual_stages, eager=eager, split=split)
+    return _planned(_Orders(num_stages, sizes, virtual_stages, eager=eager, split=split))
 
 
-def _plan_groups(num_stages: int, sizes: Sequence[int], virtual_stages: int, *, eager: bool, split: bool) -> Schedule:
-    if virtual_stages < 1:
-        raise ConfigError(f"parallel.virtual_stages={virtual_stages} leaves a stage without layers; give 1 or more")
-    compute = [
-        _stage_work(num_stages, sizes, virtual_stages, stage, eager=eager, split=split) for stage in range(num_stages)
-    ]
-    chunks = chunks_of_stages(num_stages, virtual_stages)
-    return Schedule(sum(sizes), chunks, add_transfers(compute, chunks), min_micro_batches=num_stages)
+def _planned(orders: _Orders) -> Schedule:
+    num_stages, num_micro_batches = orders.num_stages, sum(orders.sizes)
+    if orders.virtual_stages < 1:
+        raise ConfigError(
+            f"parallel.virtual_stages={orders.virtual_stages} leaves a stage without layers; give 1 or more"
+        )
+    chunks = chunks_of_stages(num_stages, orders.virtual_stages)
+
+    def actions_of(stage: int) -> Sequence[Action]:
+        return with_transfers(stage, StageLists(num_stages, orders.of_stage), chunks, num_micro_batches)
+
+    return Schedule(num_micro_batches, chunks, StageLists(num_stages, actions_of), min_micro_batches=num_stages)
 
 
-def _stage_work(
-    num_stages: int, sizes: Sequence[int], virtual_stages: int, stage: int, *, eager: bool, split: bool
-) -> Sequence[Action]:
-    """sizes: of the groups of micro-batches that go through all chunks together."""
-    forwards = _in_groups(Op.F, sizes, virtual_stages)
-    backwards = _in_groups(Op.B, sizes, virtual_stages)
-    # The first micro-batch's last chunk comes behind a whole group's other chunks.
-    first_round = (virtual_stages - 1) * sizes[0]
-    for_each_stage_after = 2 if eager or virtual_stages > 1 else 1
-    ahead = first_round + for_each_stage_after * (num_stages - 1 - stage)
-    work = _in_turn(forwards, backwards, min(ahead, len(forwards)))
-    return _with_weights(work, backwards, stage) if split else work
+@dataclass(frozen=True)
+class _Orders:
+    """F, B and W of each stage. sizes: of the groups of micro-batches that go through all chunks together."""
+
+    num_stages: int
+    sizes: Sequence[int]
+    virtual_stages: int
+    eager: bool = False
+    split: bool = False
+
+    @cached_property
+    def forwards(self) -> list[Action]:
+        """In the order that is the same on each stage."""
+        return self._in_groups(Op.F, range(self.virtual_stages))
+
+    @cached_property
+    def backwards(self) -> list[Action]:
+        return self._in_groups(Op.B, range(self.virtual_stages - 1, -1, -1))
+
+    @cached_property
+    def weights(self) -> list[Action]:
+        return [Action(Op.W, backward.micro_batch, backward.model_chunk) for backward in self.backwards]
+
+    def of_stage(self, stage: int) -> Sequence[Action]:
+        # The first micro-batch's last chunk comes behind a whole group's other chunks.
+        first_round = (self.virtual_stages - 1) * self.sizes[0]
+        for_each_stage_after = 2 if self.eager or self.virtual_stages > 1 else 1
+        ahead = first_round + for_each_stage_after * (self.num_stages - 1 - stage)
+        work = _in_turn(self.forwards, self.backwards, min(ahead, len(self.forwards)))
+        return _with_weights(work, self.weights, stage) if self.split else work
+
+    def _in_groups(self, op: Op, own_chunks: Sequence[int]) -> list[Action]:
+        actions, first = [], 0
+        for size in self.sizes:
+            actions += [Action(op, index, own) for own in own_chunks for index in range(first, first + size)]
+            first += size
+        return actions
 
 
 def _group_sizes(num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
@@ -194,16 +228,6 @@ def _listed(group_sizes: Sequence[tuple[int, int]], most_alike: int | None = Non
     return [size for size, count in group_sizes for _ in range(count if most_alike is None else min(count, most_alike))]
 
 
-def _in_groups(op: Op, sizes: Sequence[int], virtual_stages: int) -> list[Action]:
-    """All forwards or backwards of a stage, in the order that is the same on each."""
-    own_chunks = range(virtual_stages) if op is Op.F else range(virtual_stages - 1, -1, -1)
-    actions, first = [], 0
-    for size in sizes:
-        actions += [Action(op, index, own) for own in own_chunks for index in range(first, first + size)]
-        first += size
-    return actions
-
-
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:
     in_turn = [
         action for pair in zip(forwards[num_ahead:], backwards[: -num_ahead or None], strict=True) for action in pair
@@ -211,9 +235,9 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead:
     return [*forwards[:num_ahead], *in_turn, *backwards[len(backwards) - num_ahead :]]
 
 
-def _with_weights(work: Sequence[Action], backwards: Sequence[Action], num_behind: int) -> list[Action]:
+def _with_weights(work: Sequence[Action], weights: Sequence[Action], num_behind: int) -> list[Action]:
     """Behind each backward but the first ones the oldest weight gradient that is open, and the others at the end."""
-    weights = iter([Action(Op.W, backward.micro_batch, backward.model_chunk) for backward in backwards])
+    still_open = iter(weights)
     actions: list[Action] = []
     num_done = 0
     for action in work:
@@ -221,5 +245,5 @@ def _with_weights(work: Sequence[Action], backwards: Sequence[Action], num_behin
         if action.op is Op.B:
             num_done += 1
             if num_done > num_behind:
-                actions.append(next(weights))
-    return [*actions, *weights]
+                actions.append(next(still_open))
+    return [*actions, *still_open]

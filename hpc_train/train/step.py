@@ -32,7 +32,7 @@ from hpc_train.plan.batch_agree import digest_summands, is_same_digest
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.groups import HDP
 from hpc_train.plan.schedule import Op, Schedule
-from hpc_train.plan.schedule_collectives import plan_evaluation, plan_training
+from hpc_train.plan.schedule_collectives import early_chunks, plan_evaluation, plan_training
 from hpc_train.plan.schedule_orders import Kind
 from hpc_train.record import Kind as SegmentKind
 from hpc_train.train.early_updates import EarlyUpdates
@@ -70,7 +70,8 @@ class Trainer:
     """The parts of a training state that a step changes, and how this rank works with the others.
 
     parameters: of each model_chunk. schedule: the kind of the pipeline's plan. overlap: whether gathers of parameters
-    and sums of gradients run beside other work. early_updates: whether steps may have updates ahead of the norm.
+    and sums of gradients run beside other work. early_updates: whether steps may have updates ahead of the norm, where
+    a stage has chunks enough.
     has_tied: first and last chunk hold a copy each of the embeddings. seed, dropout: what is dropped out is a function
     of the seed and the step's number. token_unit: micro-batches of pieces have a multiple of so many tokens, which a tp
     group can share.
@@ -92,7 +93,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._early: EarlyUpdates | None = None
-        if self.early_updates:
+        has_tied_last = self.has_tied and self._num_stages == 1
+        if self.early_updates and early_chunks(len(self.parameters), has_tied_last=has_tied_last):
             assert isinstance(self.optimizer, ShardedAdamW), "the configuration refuses others"
             self._early = EarlyUpdates(self.parameters, self.optimizer, self.clip_grad_norm, self.groups.world)
         update = None if self._early is None else self._early.update
@@ -121,8 +123,7 @@ class Trainer:
             batches = list(micro_batches)
         check_pieces([batch for batch in batches if isinstance(batch, PieceBatch)], self.pipeline.chunks)
         schedule = self._plan(len(batches))
-        if schedule.has_early_updates:
-            assert self._early is not None
+        if self._early is not None and self._early.is_due:
             self._early.begin_step(lr, self._num_supervised(batches))
         losses = self._run(schedule, self._inputs(batches, number))
         square = self._sum_of_squares(schedule)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hpc_train.plan.schedule import Action, Op, Schedule, add_transfers
+from hpc_train.plan.schedule import Action, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_schedule
+from hpc_train.plan.schedule_transfers import with_transfers
 from tests.plan.hand_schedules import BY_HAND
 
 Chunks = tuple[tuple[int, ...], ...]
@@ -36,8 +37,14 @@ def orders_of_work(draw: st.DrawFn) -> tuple[int, Chunks, list[list[Action]]]:
     return num_micro_batches, chunks, compute
 
 
+def schedule_of(num_micro_batches: int, chunks: Chunks, compute: list[list[Action]]) -> Schedule:
+    """The schedule of this work, with the transfers that it needs."""
+    lists = [with_transfers(stage, compute, chunks, num_micro_batches) for stage in range(len(chunks))]
+    return Schedule(num_micro_batches, chunks, lists)
+
+
 def sound_schedules() -> st.SearchStrategy[Schedule]:
-    drawn = orders_of_work().map(lambda order: Schedule(order[0], order[1], add_transfers(order[2], order[1])))
+    drawn = orders_of_work().map(lambda order: schedule_of(*order))
     return st.one_of(drawn, planned_schedules(), st.sampled_from(list(BY_HAND.values())))
 
 

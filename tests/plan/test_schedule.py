@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.check_schedule import check_schedule
-from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, add_transfers, source_of
+from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, StageLists, source_of
+from hpc_train.plan.schedule_collectives import plan_training
 from hpc_train.plan.schedule_orders import plan_1f1b
+from hpc_train.plan.schedule_transfers import with_transfers
 from hpc_train.plan.simulate import even_costs, simulate
-from tests.plan.drawn_schedules import orders_of_work, sound_schedules
+from tests.plan.drawn_schedules import orders_of_work, schedule_of, sound_schedules
 from tests.plan.hand_schedules import is_sound, parse
 
 pipelines = st.integers(1, 6).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(stages, stages + 6)))
@@ -77,8 +81,8 @@ def test_1f1b_refuses_nothing_to_do(stages, micro_batches):
 
 @given(orders_of_work())
 def test_any_order_in_which_the_work_can_be_done_becomes_a_sound_schedule(order):
-    num_micro_batches, chunks, compute = order
-    schedule = Schedule(num_micro_batches, chunks, add_transfers(compute, chunks))
+    _, _, compute = order
+    schedule = schedule_of(*order)
     check_schedule(schedule)
     assert is_sound(schedule)
     assert [[action for action in stage if action.op in COMPUTE] for stage in schedule.actions] == compute
@@ -86,7 +90,7 @@ def test_any_order_in_which_the_work_can_be_done_becomes_a_sound_schedule(order)
 
 def test_work_whose_continuation_is_missing_gets_no_transfers():
     with pytest.raises(ValueError, match="stage 1 never does the forward of micro-batch 0"):
-        add_transfers([parse("F0 B0"), parse("B0")], ((0,), (1,)))
+        with_transfers(1, [parse("F0 B0"), parse("B0")], ((0,), (1,)), 1)
 
 
 @pytest.mark.parametrize("chunks", [(), ((0,), (0,)), ((0, 1), (2,)), ((1,), (2,))])
@@ -115,26 +119,52 @@ def test_an_action_has_what_its_op_needs_and_no_more(fields):
         Action(**fields)
 
 
+def _user_of(action: Action, stage: int, schedule: Schedule) -> Action:
+    """The F or B, on the stage that a send goes to or a receive is of, that needs the payload."""
+    op, step = (Op.F, 1) if action.payload is Payload.ACTIVATION else (Op.B, -1)
+    if action.op is Op.RECV:
+        return Action(op, action.micro_batch, action.model_chunk)
+    chunk = schedule.chunks[stage][action.model_chunk] + step
+    return Action(op, action.micro_batch, schedule.places[chunk][1])
+
+
 @given(sound_schedules())
-def test_a_send_is_over_where_the_answer_s_maker_has_used_it_and_named_once(schedule):
+def test_sends_are_over_where_the_maker_of_what_has_come_has_used_them(schedule):
     for stage, actions in enumerate(schedule.actions):
-        named = [send for sends in schedule.sends_over[stage].values() for send in sends]
-        assert len(named) == len(set(named))
-        assert set(named) <= {action for action in actions if action.op is Op.SEND}
-        for action, sends in schedule.sends_over[stage].items():
-            # The message that the action waits for was made behind all that used these sends.
-            source = source_of(action, stage, schedule.chunks)
-            peer, there = schedule.places[source]
-            made = schedule.actions[peer].index(Action(action.op, action.micro_batch, there))
-            for send in sends:
-                chunk = schedule.chunks[stage][send.model_chunk] + (1 if send.payload is Payload.ACTIVATION else -1)
-                op = Op.F if send.payload is Payload.ACTIVATION else Op.B
-                assert schedule.actions[peer].index(Action(op, send.micro_batch, schedule.places[chunk][1])) <= made
-                assert actions.index(send) < actions.index(action)
+        for peer, its_actions in enumerate(schedule.actions):
+            sends = [action for action in actions if action.op is Op.SEND and action.peer == peer]
+            num_over = 0
+            for receive in [action for action in actions if action.op is Op.RECV and action.peer == peer]:
+                needed_by = _user_of(receive, stage, schedule)
+                source = source_of(needed_by, stage, schedule.chunks)
+                made = its_actions.index(replace(needed_by, model_chunk=schedule.places[source][1]))
+                num_over += receive.sends_over
+                assert num_over <= len(sends)
+                for send in sends[:num_over]:
+                    assert its_actions.index(_user_of(send, stage, schedule)) <= made
+                    assert actions.index(send) < actions.index(needed_by)
 
 
-def test_of_1f1b_all_but_the_last_sends_are_let_go_in_the_step():
-    schedule = plan_1f1b(3, 8)
-    sends = [action for action in schedule.actions[1] if action.op is Op.SEND]
-    over = [send for found in schedule.sends_over[1].values() for send in found]
-    assert set(sends) - set(over) == set(parse("sg5>0 sg6>0 sg7>0"))
+@pytest.mark.parametrize(("kind", "stages", "virtual"), [("1f1b", 3, 1), ("zero_bubble", 3, 2), ("1f1b", 2, 2)])
+def test_all_but_the_last_sends_are_let_go_in_the_step(kind, stages, virtual):
+    left_over = []
+    for num_micro_batches in (24, 48):
+        actions = plan_training(kind, stages, num_micro_batches, virtual).actions[1]
+        sends = sum(1 for action in actions if action.op is Op.SEND)
+        left_over.append(sends - sum(action.sends_over for action in actions))
+    assert left_over[0] == left_over[1] < 12
+
+
+def test_a_stage_s_list_is_planned_without_those_that_it_exchanges_nothing_with():
+    asked: list[int] = []
+
+    def work_of(stage: int) -> tuple[Action, ...]:
+        asked.append(stage)
+        return parse("F0 F1 B0 B1")
+
+    chunks = tuple((stage,) for stage in range(64))
+    lists = StageLists(64, lambda stage: with_transfers(stage, StageLists(64, work_of), chunks, 2))
+    assert (
+        lists[7] is lists[-57] is lists[7:8][0] == parse("ra0<6 ra1<6 F0 sa0>8 rg0<8 F1 sa1>8 rg1<8 B0 sg0>6 B1 sg1>6")
+    )
+    assert sorted(asked) == [6, 7, 8]
