@@ -30,6 +30,8 @@ _OF_WAITS = {"under way": _UNDER_WAY, "waited: peers late": LATE, "waited: expos
 
 # In inches; a picture of the most ranks is made less tall than these would have it.
 _WIDTH, _WORK, _LANE, _GAP, _MOST_TALL = 12.0, 0.26, 0.13, 0.16, 40.0
+_ENTRIES_A_ROW, _ROW = 5, 0.2
+"""Of the legend: so many of the longest names have room beside each other."""
 
 Spans = dict[str, list[tuple[float, float]]]
 """By colour: begins and widths in ms."""
@@ -67,7 +69,9 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path, option: str) -> None:
     begin, end = _span(traces)
     bars, labels, kinds = timeline_bars(traces, begin)
     pitch = _WORK + _LANE * len(kinds) + _GAP
-    figure = Figure(figsize=(_WIDTH, min(_MOST_TALL, 0.9 + pitch * len(traces))), layout="constrained")
+    entries = {**labels, **_OF_WAITS}
+    margins = 0.7 + _ROW * -(-len(entries) // _ENTRIES_A_ROW)
+    figure = Figure(figsize=(_WIDTH, min(_MOST_TALL, margins + pitch * len(traces))), layout="constrained")
     files = FigureCanvasAgg(figure).get_supported_filetypes()
     kind_of_file = path.suffix.removeprefix(".").lower()
     if kind_of_file not in files:
@@ -92,8 +96,8 @@ def draw_timeline(traces: Sequence[RankTrace], path: Path, option: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for at in _later_begins(traces, begin):
         axes.axvline(at, color="black", lw=0.6, ls=":")
-    handles = [Patch(color=colour, label=label) for label, colour in {**labels, **_OF_WAITS}.items()]
-    axes.legend(handles=handles, frameon=False, ncols=min(8, len(handles)), loc="lower left", bbox_to_anchor=(0, 1))
+    handles = [Patch(color=colour, label=label) for label, colour in entries.items()]
+    axes.legend(handles=handles, frameon=False, ncols=_ENTRIES_A_ROW, loc="lower left", bbox_to_anchor=(0, 1))
     picture = BytesIO()
     figure.savefig(picture, dpi=120, format=kind_of_file)
     with open_out(path, option) as file:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from hpc_train.cli import main
 from hpc_train.errors import ConfigError, DataError
@@ -37,6 +39,7 @@ def _run(run_dir: Path, *options: str) -> int:
 
 
 def test_eight_ranks_and_twenty_steps_become_one_trace_that_keeps_every_segment(tmp_path: Path, capsys) -> None:
+    """FC-96: a process number is the rank's and one, never 0, however ranks are spread over nodes."""
     write_pipeline(tmp_path, 8, 20)
     assert _run(tmp_path) == 0
     events = read_strictly(tmp_path / "trace.json.gz")
@@ -56,6 +59,26 @@ def test_a_picture_shows_work_and_waiting_of_a_few_ranks(tmp_path: Path, capsys)
     assert _run(tmp_path, "--steps", "2-2", "--png", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     assert f"written: {picture}" in capsys.readouterr().out
+
+
+def test_the_legend_of_all_kinds_of_work_lies_within_the_picture(tmp_path: Path, monkeypatch) -> None:
+    recorder = open_recorder(tmp_path, 0, clock := FakeClock())
+    with recorder.step(1):
+        for label in ("data", "forward", "backward", "backward of weights", "optimizer", "save"):
+            with recorder.segment(label):
+                clock.now_ns += MS
+    recorder.close()
+    beyond = []
+
+    def note(figure: Figure, *args: object, **options: object) -> None:
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        places = [text.get_window_extent() for text in axes.get_legend().get_texts()]
+        beyond.append([box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1 for box in places])
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    assert _run(tmp_path, "--png", str(tmp_path / "t.png")) == 0
+    assert beyond == [[False] * 9]
 
 
 def test_the_waits_of_a_picture_are_those_of_the_table(tmp_path: Path) -> None:
@@ -207,13 +230,14 @@ def test_the_figures_are_printed_as_a_table_and_as_strict_json(tmp_path: Path, c
 
 
 def test_steps_and_transfers_without_duration_give_null_and_na(tmp_path: Path) -> None:
+    """FC-97, and a clock that goes back."""
     clock = FakeClock(5)
     recorder = open_recorder(tmp_path, 0, clock)
     with recorder.step(1):
         with recorder.segment("forward"):
             pass
         with recorder.communication(Kind.COLLECTIVE, "all_reduce", "dp", (0, 1), 0):
-            clock.now_ns = 3  # a clock that goes back
+            clock.now_ns = 3
         clock.now_ns = 5
     recorder.close()
     trace = read_rank(find_trace(tmp_path), 0)
@@ -233,11 +257,17 @@ def test_a_quotient_by_nothing_is_not_known(whole: float | None) -> None:
 
 
 def test_beyond_the_cap_segments_are_counted_and_the_file_stays_valid(tmp_path: Path, capsys) -> None:
+    """FC-94: and take no memory."""
     recorder = open_recorder(tmp_path, 0, FakeClock(), max_rows=1000)
     for step in range(1, 51):
+        if step == 20:
+            tracemalloc.start()
         recorder.step(step)
         for _ in range(100):
             recorder.segment("forward").end()
+    grown = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert grown < 60_000  # 3100 rows of 72 bytes would be 220 kB
     recorder.close()
     assert recorder.num_dropped == 4000
     trace = read_rank(find_trace(tmp_path), 0)
@@ -284,6 +314,7 @@ def test_each_flipped_byte_of_a_file_is_told(tmp_path: Path) -> None:
 
 
 def test_overlapping_transfers_of_two_ranks_with_equal_numbers_stay_apart(tmp_path: Path) -> None:
+    """FC-96: none is lost, no arrow's number is shared, and what overlaps is on tracks of its own."""
     write_clock(tmp_path, {})
     for rank in (0, 1):
         clock = FakeClock(100)
@@ -379,6 +410,7 @@ def test_the_steps_that_there_are_are_said_where_chosen_ones_are_not_among_them(
 
 
 def test_more_than_a_viewer_opens_is_refused_with_what_fits(tmp_path: Path, monkeypatch) -> None:
+    """FC-94."""
     monkeypatch.setattr("hpc_train.observe.trace_command._MAX_ROWS", 40)
     write_pipeline(tmp_path, 4, 20)
     with pytest.raises(DataError, match=r"4 ranks x 20 steps .* some \d+ steps by --steps"):
