@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_train.cluster.allocation import Allocation, allocation_local
 from hpc_train.cluster.fabric import Fabric
-from hpc_train.config import Config
+from hpc_train.config import Config, ParallelConfig
 from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.plan.advice import checked
@@ -105,22 +105,27 @@ def check_sizes(config: Config, mesh: Mesh) -> None:
     else:
         check_batch_sizes(train.global_batch_size, train.micro_batch_size, mesh.dp)
     check_rows(config, mesh.tp)
-    more_ranks = Change(num_ranks=2 * mesh.world_size)
-    if parallel.gradient_wire != "fp32" and mesh.dp == 1:
-        raise SizesError(
-            f"parallel.gradient_wire={parallel.gradient_wire} has no effect with dp=1, where no gradients travel.",
-            [Change({"parallel.gradient_wire": "fp32"}), more_ranks],
-            "Leave it out, or use dp=2 or more",
-        )
-    if parallel.early_updates and mesh.dp == 1:
-        raise SizesError(
-            "parallel.early_updates=true has no effect with dp=1, where no parameters travel.",
-            [Change({"parallel.early_updates": None}), more_ranks],
-            "Leave it out, or use dp=2 or more",
-        )
+    if mesh.dp == 1:
+        _check_without_dp(parallel, mesh)
     check_micro_batches(mesh.pp, micro_batches_of(config, mesh), _changes_of_micro_batches(config, mesh))
     if config.fabric.gpu_memory_bytes is not None:
         check_memory(config, mesh, config.fabric.gpu_memory_bytes)
+
+
+def _check_without_dp(parallel: ParallelConfig, mesh: Mesh) -> None:
+    """Refuse settings of data parallel's transfers where there are none."""
+    idle = [
+        ("gradient_wire", parallel.gradient_wire, "fp32", parallel.gradient_wire != "fp32"),
+        ("overlap", "false", True, not parallel.overlap),
+        ("early_updates", "true", None, bool(parallel.early_updates)),
+    ]
+    for name, value, usual, is_set in idle:
+        if is_set:
+            raise SizesError(
+                f"parallel.{name}={value} has no effect with dp=1, where no gradients and no parameters travel.",
+                [Change({f"parallel.{name}": usual}), Change(num_ranks=2 * mesh.world_size)],
+                "Leave it out, or use dp=2 or more",
+            )
 
 
 def _changes_of_micro_batches(config: Config, mesh: Mesh) -> list[Change]:

@@ -69,10 +69,11 @@ def test_each_differing_leaf_is_named_once_with_both_values() -> None:
     assert list(differing_keys(old, new)) == ["a.c: 2 -> 3", "d: [1] -> [2]"]
 
 
-def test_a_wire_type_where_no_gradients_travel_is_refused(tmp_path: Path) -> None:
-    config = small_config(tmp_path, parallel={"gradient_wire": "bf16"})
+@pytest.mark.parametrize(("name", "value"), [("gradient_wire", "bf16"), ("overlap", "false")])
+def test_a_setting_of_dp_s_transfers_is_refused_where_there_are_none(tmp_path: Path, name: str, value: str) -> None:
+    config = small_config(tmp_path, parallel={name: {"false": False}.get(value, value)})
     check_sizes(config, mesh(2))
-    with pytest.raises(ConfigError, match=r"gradient_wire=bf16 has no effect with dp=1.*dp=2 or more"):
+    with pytest.raises(ConfigError, match=rf"parallel\.{name}={value} has no effect with dp=1.*dp=2 or more"):
         check_sizes(config, mesh(1))
 
 

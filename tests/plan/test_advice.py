@@ -44,6 +44,7 @@ BROKEN = [
     ("tiny", 1, 2, ("parallel.tp=2", "parallel.sequence_parallel=true", "data.seq_len=255")),
     ("tiny", 1, 2, ("parallel.tp=2", "parallel.tp_tiles=7")),
     ("tiny", 1, 1, ("parallel.gradient_wire=bf16",)),
+    ("tiny", 1, 1, ("parallel.overlap=false",)),
     ("tiny", 1, 1, ("parallel.early_updates=true", "parallel.virtual_stages=4")),
 ]
 
