@@ -140,6 +140,11 @@ def test_damage_on_hdfs_leads_to_the_older_checkpoint_and_is_kept(
     listed = json.loads(capsys.readouterr().out)
     assert [(item["step"], item["problem"] is None) for item in listed] == [(1, True), (2, True), (3, False)]
     assert listed[1]["path"] == f"{folder}/step_0000002"
+    plain_state.save(Alone(), folder, 4, ELEMENTS)
+    assert main(["ckpt", "prune", str(folder), "--keep", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "kept     step_0000004" in told and "removed  step_0000001" in told and _steps(folder) == [4, 3, 2]
+    assert "left     step_0000002, which cannot be used: a start has found " in told
 
 
 def _open(me, folder, run_dir):

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
-from hpc_train.checkpoint.stores.location import locate
+from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Patience, StoreError
 from hpc_train.errors import CheckpointError
 from tests.agents import served
@@ -23,6 +24,7 @@ from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.saving.agent_kills import kill_around_agents
 from tests.checkpoint.saving.kills import kill_in_saves
 from tests.checkpoint.saving.node_ranks import NodeRank
+from tests.checkpoint.saving.writers import Save, Writer, saves
 from tests.node_agents import wait_until
 from tests.ranks import TestRank, run_ranks
 from tests.services.hdfs import HdfsCluster, libhdfs_skip_reason
@@ -30,6 +32,8 @@ from tests.services.hdfs import HdfsCluster, libhdfs_skip_reason
 pytestmark = [pytest.mark.hdfs, pytest.mark.long, pytest.mark.timeout(1200)]
 
 ELEMENTS = 2 << 20
+TIMES = 20
+"""Of kills of servers, half of them of the name node."""
 
 
 def test_a_hundred_kills_of_ranks(hdfs: HdfsCluster) -> None:
@@ -40,9 +44,16 @@ def test_a_hundred_kills_of_ranks(hdfs: HdfsCluster) -> None:
     locate(place).remove()
 
 
-def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster) -> None:
-    """Data nodes in turn, and the name node, while one process saves: what is committed is whole, and stays."""
-    place = locate(f"{hdfs.url}/kills/servers-{os.getpid()}")
+@pytest.mark.parametrize("writer", ["rank", "agent"])
+def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster, tmp_path: Path, writer: Writer) -> None:
+    """Data nodes in turn, and the name node as often, while one rank saves: what is committed is whole, and stays."""
+    place = locate(f"{hdfs.url}/kills/servers-{writer}-{os.getpid()}")
+    with saves(writer, place, tmp_path, ELEMENTS) as save:
+        _kill_servers(hdfs, place, save)
+    place.remove()
+
+
+def _kill_servers(hdfs: HdfsCluster, place: Location, save: Save) -> None:
     chance, failed = random.Random(1), []
     saved, is_over = [0], threading.Event()
 
@@ -50,7 +61,7 @@ def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster) -> None:
         while not is_over.is_set():
             step = saved[-1] + len(failed) + 1
             try:
-                plain_state.save(Alone(), place, step, ELEMENTS, keep=2)
+                save(step)
                 saved.append(step)
             except Exception as problem:
                 failed.append(f"step {step}: {problem}")
@@ -58,15 +69,15 @@ def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster) -> None:
     saver = threading.Thread(target=save_all)
     saver.start()
     try:
-        for number in range(12):
+        for number in range(TIMES):
             time.sleep(0.2 + chance.random())
-            if number % 4 == 3:
+            if number % 2:
                 hdfs.kill_name_node()
                 hdfs.start_name_node()
             else:
-                hdfs.kill_data_node(number % 2)
+                hdfs.kill_data_node(number // 2 % 2)
                 time.sleep(chance.random())
-                hdfs.start_data_node(number % 2)
+                hdfs.start_data_node(number // 2 % 2)
             hdfs.wait_for_data_nodes()
             newest = saved[-1]
             step = plain_state.load(Alone(), place, ELEMENTS)
@@ -74,10 +85,11 @@ def test_kills_of_servers_while_steps_are_saved(hdfs: HdfsCluster) -> None:
     finally:
         is_over.set()
         saver.join(180)
-    print(f"12 kills of servers, {len(saved) - 1} saves went well, {len(failed)} failed: {failed}")
+    print(f"{TIMES} kills of servers, {len(saved) - 1} saves went well, {len(failed)} failed: {failed}")
     assert not saver.is_alive()
-    plain_state.save(Alone(), place, saved[-1] + len(failed) + 1, ELEMENTS, keep=2)
-    place.remove()
+    step = saved[-1] + len(failed) + 1
+    save(step)
+    assert plain_state.load(Alone(), place, ELEMENTS) == step
 
 
 def _load_again_and_again(me: TestRank, place: str, times: int) -> list[str]:

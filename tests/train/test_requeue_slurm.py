@@ -109,6 +109,28 @@ def _preempt(centre: Centre) -> Any:
     return act
 
 
+@pytest.mark.long
+def test_three_preemptions_in_a_row_lose_no_step_and_end_to_the_bit(centre: Centre) -> None:
+    """By an operator's `scontrol requeue`, by a partition that goes before, and by `scontrol requeue` again."""
+    centre.prepare(FaultPlan().slow(0), steps=STEPS, eval_every=10)
+    alone = _alone(centre)
+    centre.prepare(FaultPlan().slow(250), steps=STEPS, eval_every=10)
+
+    def requeue(job: str) -> None:
+        done = centre.slurm.run(["scontrol", "requeue", job])
+        assert done.returncode == 0, done.stderr
+
+    acts = [requeue, _preempt(centre), requeue]
+    steps = [5, 14, 23]
+    case = Case("preempted", flags=["-p", "low"], interruptions=list(map(Interruption, steps, acts)))
+    centre.submit(case)
+    centre.see_to_the_end([case], timeout_s=400)
+    _check(case, alone, attempts=4)
+    saved = [start["saved_step"] for start in case.attempts()]
+    assert saved[0] is None, saved
+    assert all(step <= told <= step + 8 for step, told in zip(steps, saved[1:], strict=True)), saved
+
+
 def _time_limit_and_preemption(centre: Centre, cases: list[Case]) -> None:
     # More than a minute of steps, so that a job of one minute needs at least two starts.
     steps = 120

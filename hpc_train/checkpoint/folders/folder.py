@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
+from hpc_train.checkpoint.folders.damage import damage_found
 from hpc_train.checkpoint.format.manifest import Manifest, NewerFormatError, UnfinishedError, read_manifest
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.checkpoint.stores.store import Entry, StoreError, is_outage, is_unread
@@ -321,11 +322,11 @@ def prune(
 def _is_sound(path: Location) -> bool:
     try:
         read_committed(path)
+        return damage_found(path) is None
     except CheckpointError as error:
         if is_unread(error):
             raise
         return False
-    return True
 
 
 def remove_checkpoint(path: Location) -> None:

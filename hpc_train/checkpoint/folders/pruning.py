@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpc_train.checkpoint.folders.damage import DAMAGED_FILE, damage_found
 from hpc_train.checkpoint.folders.folder import read_committed, remove_checkpoint, steps_newest_first
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.progress import UNHEARD, Advance
@@ -59,6 +60,8 @@ def _problem(path: Location, progress: Advance | None) -> str | None:
     """progress: of reading every byte; None: they are not read."""
     try:
         read_committed(path)
+        if (told := damage_found(path)) is not None:
+            return f"a start has found {path} damaged: {told}. It counts again without its file `{DAMAGED_FILE}`"
         return next(verify(path, progress), None) if progress is not None else None
     except CheckpointError as error:
         if is_unread(error):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hpc_train.checkpoint.copies.lineage import Lineage, read_lineage
 from hpc_train.checkpoint.copies.local_saves import LocalFolder
+from hpc_train.checkpoint.folders.damage import mark_damaged
 from hpc_train.checkpoint.folders.folder import (
     newest_step,
     sound_checkpoints,
@@ -84,6 +86,7 @@ def load_newest(
             problem = fill(loading, world, limits)
         except CheckpointError as error:  # on every rank
             raise unread_refusal(path, error) from error
+        _of_rank_0(partial(mark_damaged, path, problem), root, world, limits)
         if problem is None:
             return Loaded(path, manifest.step, manifest.values, manifest.step)
         if world.rank == 0:

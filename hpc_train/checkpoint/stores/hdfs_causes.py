@@ -68,6 +68,10 @@ _CAUSES: list[tuple[str, Cause]] = [
     (r"NSQuotaExceededException|quota .*of files", Cause("the quota of names is used up", False, _SPACE_CURE)),
     (r"QuotaExceeded|QuotaByStorageType", Cause("the space quota is used up", False, _SPACE_CURE)),
     (
+        r"There are 0 datanode",
+        Cause("no data node has reported to the name node, which may have been started just now", True, _TELL_THE_SITE),
+    ),
+    (
         r"could only be (replicated|written) to|minReplication",
         Cause("no data node took the block: they are full, dead or excluded", False, _SPACE_CURE),
     ),
@@ -98,7 +102,8 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     (
         r"[Cc]onnection (refused|reset|closed|aborted)|[Bb]roken pipe|timed? ?out|unreachable|early eof|unexpected end"
-        r"|ConnectionRefused|NoRouteToHost|SocketTimeout|EOFException",
+        r"|ConnectionRefused|NoRouteToHost|SocketTimeout|EOFException"
+        r"|listener disconnected",  # hdfs-native, where a name node dies under a call
         Cause(
             "a name node or data node does not answer",
             True,
@@ -112,7 +117,10 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     (
         r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|Not enough active nodes"
-        r"|IncompleteRead",  # a data node that breaks off in the middle of an answer over HTTP
+        r"|IncompleteRead"  # a data node that breaks off in the middle of an answer over HTTP
+        # cited: hdfs-native 0.14, where data nodes die under a file that is written
+        r"|All nodes failed for write|Block writer|Failed to (replay packets|complete file|send all packets)"
+        r"|No new datanode",
         # Whether they are away or rotten is not told, so the block is not known to be lost.
         Cause("no data node holds sound bytes of a block, or could take it", True, _TELL_THE_SITE, is_of_file=True),
     ),

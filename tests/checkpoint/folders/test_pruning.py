@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.folders.damage import DAMAGED_FILE
 from hpc_train.checkpoint.folders.find import find_checkpoint
 from hpc_train.checkpoint.folders.folder import newest_step, prune, sound_checkpoints
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, NewerFormatError, read_manifest
 from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.stores.local_store import LocalBackend
 from hpc_train.checkpoint.stores.location import locate
+from hpc_train.checkpoint.stores.store import BackendWriter
 from hpc_train.cli import main
 from hpc_train.errors import CheckpointError
 from hpc_train.launch.run_folder import newest_saved_step
@@ -65,15 +70,56 @@ def test_the_last_good_one_stays_though_newer_ones_look_whole(run: Path, capsys:
     assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 3
 
 
-def test_what_a_save_leaves_are_good_ones_though_newer_ones_look_whole(run: Path) -> None:
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_what_a_save_leaves_are_good_ones_though_newer_ones_look_whole(run: Path, is_marked: bool) -> None:
     """FC-62: of a run that goes on from step 4 with a smaller checkpoint.keep, and has not come to step 6 again."""
     root = run / "checkpoints"
     _flip(run, 6)
     shutil.rmtree(root / "step_0000005")
     assert plain_state.load(Alone(), root, ELEMENTS) == 4
+    if not is_marked:  # the store was full
+        (root / "step_0000006" / DAMAGED_FILE).unlink()
     plain_state.save(Alone(), root, 5, ELEMENTS, keep=1)
     assert _steps(run) == [5, 6] and (root / "latest").read_text() == "step_0000005\n"
     assert plain_state.load(Alone(), root, ELEMENTS) == 5
+
+
+def test_what_a_start_has_found_damaged_is_neither_counted_nor_removed_until_one_finds_it_good(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later start may find it good: the memory of the node that read it may have been what was damaged."""
+    root = run / "checkpoints"
+    _flip(run, 6)
+    for _ in range(2):
+        assert plain_state.load(Alone(), root, ELEMENTS) == 5
+    for step in (7, 8):
+        plain_state.save(Alone(), root, step, ELEMENTS, keep=2)
+    assert _steps(run) == [6, 7, 8]
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    why = f"a start has found {root}/step_0000006 damaged: {root}/step_0000006/__0_0.distcp is damaged: the checksum"
+    assert f"left     step_0000006, which cannot be used: {why}" in capsys.readouterr().out
+    assert _steps(run) == [6, 8]
+    shutil.rmtree(root / "step_0000008")
+    _flip(run, 6)
+    assert plain_state.load(Alone(), root, ELEMENTS) == 6
+    plain_state.save(Alone(), root, 7, ELEMENTS, keep=1)
+    assert _steps(run) == [7]
+
+
+def test_damage_that_cannot_be_noted_is_told(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _flip(run, 6)
+    create = LocalBackend.create
+
+    def refuse(backend: LocalBackend, path: str) -> BackendWriter:
+        if path.endswith(DAMAGED_FILE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(backend, path)
+
+    monkeypatch.setattr(LocalBackend, "create", refuse)
+    assert plain_state.load(Alone(), run / "checkpoints", ELEMENTS) == 5
+    assert "step_0000006/damaged could not be written, by which checkpoint.keep goes: " in capsys.readouterr().err
 
 
 def test_what_latest_names_is_not_removed(run: Path) -> None:

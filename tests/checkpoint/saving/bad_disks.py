@@ -19,6 +19,7 @@ import pytest
 from hpc_train.errors import CheckpointError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
+from tests.checkpoint.saving.writers import Save
 
 KINDS = {"full": "no space is left", "read-only": "the file system is mounted read-only"}
 """With the words that a save then fails with."""
@@ -46,8 +47,10 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
+def trouble(disk: Path, save: Save, times: int, *, seed: int, num_elements: int) -> Found:
     """Save one step after another, and spoil the disk `times` times; load what is there during and after each time.
+
+    save: of a step below `checkpoints` on the disk.
 
     The first time of each kind begins between two saves and lasts until one has failed; the others are at random.
 
@@ -65,7 +68,7 @@ def trouble(disk: Path, times: int, *, seed: int, num_elements: int) -> Found:
             step += 1
             try:
                 with saving:
-                    plain_state.save(Alone(), place, step, num_elements, keep=2)
+                    save(step)
                 found.steps.append(step)
             except CheckpointError as problem:
                 kind = next((kind for kind, words in KINDS.items() if words in str(problem)), None)

@@ -11,6 +11,7 @@ from tests.checkpoint.plain_state import Alone
 from tests.checkpoint.saving.agent_kills import kill_around_agents
 from tests.checkpoint.saving.bad_disks import KINDS, small_disk, trouble
 from tests.checkpoint.saving.kills import kill_in_saves
+from tests.checkpoint.saving.writers import Writer, saves
 
 ELEMENTS = 2 << 20
 """8 MiB of state."""
@@ -52,10 +53,14 @@ def test_what_was_copied_for_the_agent_is_committed_whoever_dies(tmp_path: Path,
     "times",
     [pytest.param(2, id="short"), pytest.param(100, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)])],
 )
-def test_a_disk_that_fills_up_or_turns_read_only_at_any_moment_costs_a_save_alone(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize("writer", ["rank", "agent"])
+def test_a_disk_that_fills_up_or_turns_read_only_at_any_moment_costs_a_save_alone(
+    tmp_path: Path, writer: Writer, times: int
+) -> None:
     """FC-64: on a real file system, with room for three checkpoints of 8 MiB and a little."""
     with small_disk(tmp_path / "disk", 36 << 20) as disk:
-        found = trouble(disk, times, seed=times, num_elements=ELEMENTS)
+        with saves(writer, disk / "checkpoints", tmp_path / "agent", ELEMENTS) as save:
+            found = trouble(disk, save, times, seed=times, num_elements=ELEMENTS)
         print(f"{dict(found.kinds)} times, {dict(found.failed)} saves failed, {len(found.steps) - 1} went well")
         assert set(found.kinds) == set(found.failed) == set(KINDS)
         assert plain_state.load(Alone(), disk / "checkpoints", ELEMENTS) == found.steps[-1]

@@ -209,6 +209,9 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
         ("RemoteException: org.apache.hadoop.ipc.StandbyException: Operation category READ", "standby", True),
         ("org.apache.hadoop.ipc.RetriableException: Namenode is in startup mode", "starting", True),
         ("OSError: Connection refused (os error 111)", "does not answer", True),
+        ("OSError: RPC listener disconnected", "does not answer", True),
+        ("OSError: Failed to complete file in time", "no data node holds", True),
+        ("RuntimeError: Block writer is closed", "no data node holds", True),
         ("org.apache.hadoop.hdfs.protocol.AlreadyBeingCreatedException: failed to create", "lease", True),
         ("org.apache.hadoop.hdfs.protocol.RecoveryInProgressException: Failed to APPEND", "lease", True),
         ("org.apache.hadoop.hdfs.server.namenode.LeaseExpiredException: No lease on /f", "removed", False),
@@ -216,6 +219,12 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
         ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException: The DiskSpace quota", "space quota", False),
         ("org.apache.hadoop.hdfs.protocol.NSQuotaExceededException: The NameSpace quota", "quota of names", False),
         ("java.io.IOException: File /f could only be replicated to 0 nodes", "no data node took", False),
+        (
+            "IOException: File /f could only be replicated to 0 nodes instead of minReplication (=1).  There are "
+            "0 datanode(s) running and no node(s) are excluded in this operation.",
+            "no data node has reported",
+            True,
+        ),
         ("GSSAPIError: GSS_S_CREDENTIALS_EXPIRED", "has run out", True),
         ('GSSAPIError("Unspecified GSS failure.  Minor code may provide more: Ticket expired")', "has run out", True),
         ("GSSException: No valid credentials provided (Mechanism level: Ticket expired (32))", "has run out", True),
