@@ -252,9 +252,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _ckpt(options: argparse.Namespace) -> int:
-    from hpc_train.checkpoint.command import run_ckpt_command
+    from hpc_train.checkpoint.command import bound_of, run_ckpt_command
+    from hpc_train.checkpoint.stores.bounded import bounded
+    from hpc_train.checkpoint.stores.location import locate
 
-    _find_run(options, {"ls": "run", "verify": "path", "convert": "source", "prune": "run"}[options.ckpt_command])
+    argument = {"ls": "run", "verify": "path", "convert": "source", "prune": "run"}[options.ckpt_command]
+    named = getattr(options, argument)
+    place = locate(named if "/" in named else options.runs_dir)
+    bounded(place, lambda: _find_run(options, argument), f"looking for {named}", bound_of(options))
     return run_ckpt_command(options)
 
 

@@ -58,6 +58,10 @@ class CheckpointError(HpcTrainError, RuntimeError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class HangError(CheckpointError):
+    """A checkpoint store neither answers nor fails, and is not waited for any more."""
+
+
 class CollectiveError(HpcTrainError, RuntimeError):
     """A collective did not complete: ranks are missing, late or disagree."""
 

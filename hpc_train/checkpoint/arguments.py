@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.arguments import A_RUN, add_runs_dir, filled, positive
+from hpc_train.arguments import A_RUN, add_runs_dir, filled, positive, seconds
 
 _EXAMPLES = """\
 examples:
@@ -49,6 +49,7 @@ def _add_ls(commands: Any) -> None:
         "run", type=filled, metavar="FOLDER", help=f"run folder, {A_RUN}; or a folder or URL of checkpoints"
     )
     add_runs_dir(parser)
+    _add_timeout(parser)
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
@@ -69,6 +70,7 @@ def _add_verify(commands: Any) -> None:
     )
     add_runs_dir(parser)
     parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    _add_timeout(parser)
 
 
 def _add_convert(commands: Any) -> None:
@@ -126,6 +128,7 @@ def _add_convert(commands: Any) -> None:
         metavar="KEY",
         help="from Hugging Face: a key of config.json that is unknown here and changes nothing",
     )
+    _add_timeout(parser)
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -148,4 +151,15 @@ def _add_prune(commands: Any) -> None:
     parser.add_argument("--keep", type=positive, required=True, metavar="N", help="how many of the newest stay")
     parser.add_argument("--every", type=positive, metavar="K", help="steps that are multiples of K stay as well")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    _add_timeout(parser)
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+
+
+def _add_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long nothing may move in a store before the command gives it up (default: 600)",
+    )

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING
 from hpc_train.errors import CheckpointError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
+    from hpc_train.checkpoint.stores.caller import Bound
     from hpc_train.checkpoint.stores.location import Location
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bound_of(args: Namespace) -> Bound:
+    """How long a store may give nothing."""
+    from hpc_train.checkpoint.stores.caller import Bound
+
+    return Bound(args.timeout, "Look at the file system; where one call of it may take that long, raise --timeout")
 
 
 def run_ckpt_command(args: Namespace) -> int:
@@ -26,7 +34,7 @@ def run_ckpt_command(args: Namespace) -> int:
 def ls_command(args: Namespace) -> int:
     from hpc_train.checkpoint.folders.verify import list_checkpoints
 
-    root = _folder_of_checkpoints(args.run)
+    root = _folder_of_checkpoints(_located(args, args.run))
     listed = list_checkpoints(root)
     if args.json:
         tree = [{**vars(item), "path": str(item.path)} for item in listed]
@@ -44,9 +52,8 @@ def ls_command(args: Namespace) -> int:
 def verify_command(args: Namespace) -> int:
     from hpc_train.checkpoint.folders.find import checkpoints_folder, find_checkpoint, is_checkpoint
     from hpc_train.checkpoint.folders.folder import NO_FOLDER, named_newest_first
-    from hpc_train.checkpoint.stores.location import locate
 
-    path = locate(args.path)
+    path = _located(args, args.path)
     every: list[tuple[Location, bool]] = []
     if path.is_folder() and not is_checkpoint(path):
         root = checkpoints_folder(path)
@@ -73,7 +80,7 @@ def _verified(checkpoint: Location) -> tuple[str, list[str]]:
     from hpc_train.checkpoint.folders.verify import verify
     from hpc_train.checkpoint.format.manifest import NewerFormatError, read_manifest
     from hpc_train.checkpoint.progress import Progress
-    from hpc_train.checkpoint.stores.store import is_outage, is_unread
+    from hpc_train.checkpoint.stores.cause import is_outage, is_unread
 
     try:
         with Progress(f"reading {checkpoint.name}") as progress:
@@ -100,12 +107,12 @@ def convert_command(args: Namespace) -> int:
     start = time.monotonic()
     with Progress(f"writing {args.target}") as progress:
         done = convert(
-            args.source,
-            args.target,
+            _located(args, args.source),
+            _located(args, args.target),
             dtype=args.dtype,
             max_shard_bytes=parse_size(args.max_shard_size) if args.max_shard_size else None,
             config=args.config,
-            tokenizer=args.tokenizer,
+            tokenizer=_located(args, args.tokenizer) if args.tokenizer else None,
             ignore=args.ignore,
             to=args.to,
             progress=progress,
@@ -139,7 +146,7 @@ def prune_command(args: Namespace) -> int:
     from hpc_train.checkpoint.folders.pruning import carry_out, plan_pruning
     from hpc_train.checkpoint.progress import Progress
 
-    root = _folder_of_checkpoints(args.run)
+    root = _folder_of_checkpoints(_located(args, args.run))
     with Progress("reading the newest one") as progress:
         pruning = plan_pruning(root, args.keep, args.every, progress)
     if not args.dry_run:
@@ -164,16 +171,22 @@ def prune_command(args: Namespace) -> int:
     return ExitCode.DONE
 
 
-def _folder_of_checkpoints(place: str) -> Location:
+def _located(args: Namespace, place: str) -> Location:
+    """A path or URL of the command, each call on which is waited for as long as --timeout says."""
+    from hpc_train.checkpoint.stores.location import locate
+    from hpc_train.checkpoint.stores.store import Patience
+
+    return locate(place, Patience(bound=bound_of(args)))
+
+
+def _folder_of_checkpoints(path: Location) -> Location:
     """Where a run's checkpoints are.
 
     Raises:
         CheckpointError: it is no folder, or a checkpoint itself.
     """
     from hpc_train.checkpoint.folders.find import checkpoints_folder, is_checkpoint
-    from hpc_train.checkpoint.stores.location import locate
 
-    path = locate(place)
     if not path.is_folder():
         raise CheckpointError(f"{path} is not a folder; give a run folder, or one with checkpoints")
     if is_checkpoint(path):

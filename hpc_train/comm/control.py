@@ -22,6 +22,7 @@ from hpc_train.errors import (
     CollectiveError,
     ConfigError,
     DataError,
+    HangError,
     HpcTrainError,
     LaunchError,
 )
@@ -37,7 +38,7 @@ _DIFFERENT = 2**32
 
 _KINDS: dict[str, type[HpcTrainError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, LaunchError, DataError, CheckpointError, CollectiveError, HpcTrainError)
+    for kind in (ConfigError, LaunchError, DataError, HangError, CheckpointError, CollectiveError, HpcTrainError)
 }
 
 

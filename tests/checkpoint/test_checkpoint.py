@@ -18,8 +18,8 @@ from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.saving import save
 from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.checkpoint.stores import local_store
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.errors import CheckpointError
 from hpc_train.train.state import state_pieces
 from tests.checkpoint import plain_state

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import Patience, StoreError
+from hpc_train.checkpoint.stores.store import Patience
 from hpc_train.errors import ConfigError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone

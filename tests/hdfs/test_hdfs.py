@@ -23,8 +23,9 @@ from hpc_train.checkpoint.convert.safetensors_files import INDEX_FILE, SINGLE_FI
 from hpc_train.checkpoint.folders.folder import steps_newest_first
 from hpc_train.checkpoint.folders.run_location import CLAIM_FILE, open_location, run_location
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import Patience, StoreError
+from hpc_train.checkpoint.stores.store import Patience
 from hpc_train.cli import main
 from hpc_train.errors import CheckpointError, ConfigError
 from tests.bench import bench_checkpoint_load
@@ -133,10 +134,10 @@ def test_damage_on_hdfs_leads_to_the_older_checkpoint_and_is_kept(
         file.write(memoryview(data))
     assert run_ranks(plain_state.load, 2, str(folder), ELEMENTS) == [1, 1]
     assert _steps(folder) == [3, 2, 1]
-    assert command.verify_command(Namespace(path=str(folder), all=True)) == 5
+    assert command.verify_command(Namespace(path=str(folder), all=True, timeout=600.0)) == 5
     told = capsys.readouterr().out
     assert "step_0000003: damaged" in told and "step_0000002: damaged" in told and "step_0000001: sound" in told
-    assert command.ls_command(Namespace(run=str(folder), json=True)) == 0
+    assert command.ls_command(Namespace(run=str(folder), json=True, timeout=600.0)) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [(item["step"], item["problem"] is None) for item in listed] == [(1, True), (2, True), (3, False)]
     assert listed[1]["path"] == f"{folder}/step_0000002"

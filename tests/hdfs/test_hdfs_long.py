@@ -15,8 +15,9 @@ import pytest
 
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import Patience, StoreError
+from hpc_train.checkpoint.stores.store import Patience
 from hpc_train.errors import CheckpointError
 from tests.agents import served
 from tests.checkpoint import plain_state

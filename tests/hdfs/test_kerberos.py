@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.stores.cause import StoreError, is_outage
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import Patience, StoreError, is_outage
+from hpc_train.checkpoint.stores.store import Patience
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.services import kerberos

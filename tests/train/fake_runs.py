@@ -95,7 +95,7 @@ def fake_run(
         model=None,
     )
     feed = SimpleNamespace(micro_batches=lambda step: (), plan_ahead=lambda step: b"", heldout=lambda: iter(heldout))
-    world = SimpleNamespace(control=control or SingleControl(), rank=0)
+    world = SimpleNamespace(control=control or SingleControl(), rank=0, local_rank=0)
     trainer = trainer or FakeTrainer()
     metrics = SimpleNamespace(write=lambda record: fake.records.append(record))
     fake = FakeRun(Run(config, world, folder, trainer, feed, metrics, 1.0), trainer)  # type: ignore[arg-type]

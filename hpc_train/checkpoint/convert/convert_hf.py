@@ -105,7 +105,8 @@ def is_hf_folder(folder: Location) -> bool:
 
 def _refuse_within(target: Location, what: str, is_it: Callable[[Location], bool]) -> None:
     """Nothing is written into a folder whose files are a model: it would be another one afterwards."""
-    above = target.parent if target.local is None else locate(target.local.resolve().parent)
+    whole = target.resolved()
+    above = target.parent if whole is None else Location(target.store, str(whole.parent))
     while above.path != above.parent.path:
         if above.is_folder() and is_it(above):
             raise ConfigError(f"{target} lies inside {what}, {above}; give a place outside of it")
@@ -117,9 +118,10 @@ def _refuse_inside_source(target: Location, source: Location) -> None:
 
 
 def _is_same(one: Location, other: Location) -> bool:
-    if one.local is None or other.local is None:
+    here, there = one.local, other.local
+    if here is None or there is None:
         return one == other
-    return one.local.samefile(other.local)
+    return one.carry_out(f"compare {other} with", lambda: here.samefile(there))
 
 
 def _refuse_without_effect(given: Mapping[str, Any], direction: str) -> None:

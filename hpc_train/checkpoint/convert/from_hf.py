@@ -49,7 +49,7 @@ def import_hf(
         for piece in _pieces(name, shapes[name], place, stored[place.hf.name], dtypes[name], odd)
     ]
     num_bytes = sum(piece.box.num_elements * piece.dtype.itemsize for piece in pieces)
-    origin = f"Hugging Face folder {source.local.resolve().name if source.local is not None else source.name}"
+    origin = f"Hugging Face folder {(source.resolved() or source).name}"
 
     def carry_files(folder: Location) -> tuple[str, ...]:
         (folder / HF_FOLDER).make_folder()

@@ -13,8 +13,8 @@ import torch
 
 from hpc_train.checkpoint.convert.safetensors_files import BYTE_ORDER_MARK
 from hpc_train.checkpoint.format.model_tensors import ModelSpec
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, copy_file
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.cluster.limits import require_free_bytes
 from hpc_train.errors import CheckpointError
 from hpc_train.log import warn
@@ -79,8 +79,9 @@ class NotFinite:
 
 def require_room(target: Location, num_bytes: int, what: str) -> None:
     """Refuse what does not fit, where the store says what does."""
-    if target.local is not None:
-        require_free_bytes(target.local, num_bytes, what, CheckpointError)
+    path = target.local
+    if path is not None:
+        target.carry_out("ask for the space of", lambda: require_free_bytes(path, num_bytes, what, CheckpointError))
 
 
 def carry(source: Location, target: Location, names: Collection[str]) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from typing import Any
 from hpc_train.checkpoint.files.finish import laid_out
 from hpc_train.checkpoint.format.manifest import checked_text, with_checksum
 from hpc_train.checkpoint.format.placed import WrittenBox
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.errors import CheckpointError
 
 RECORD_FILE = "part.json"

@@ -6,13 +6,14 @@ The node agents make the copies, from the memory into which ranks copy their sta
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from hpc_train.checkpoint.copies.local_folder import NodeFolder
+from hpc_train.checkpoint.stores.bounded import bounded
+from hpc_train.checkpoint.stores.caller import Bound
 from hpc_train.cluster.agent_address import AgentConnection, ask_agent
 from hpc_train.cluster.agent_wait import AgentWait
 from hpc_train.comm.world import World
@@ -153,25 +154,19 @@ class LocalCopies:
 
     def _remove(self) -> None:
         """Remove this node's parts, and say so where they stay."""
-        path = self.folder.path
-        problems = [f"that disk has not answered in {_ANSWER_S:g} s"]
+        path, node = self.folder.path, self._world.node
+        folder = NodeFolder(path, self.folder.attempt, self._world.node_rank, is_claimed=True)
 
         def remove() -> None:
-            try:
-                if path.is_dir():
-                    NodeFolder(path, self.folder.attempt, self._world.node_rank, is_claimed=True).keep_only(())
-                problems.clear()
-            except (CheckpointError, OSError) as problem:
-                problems[:] = [str(problem)]
+            if path.is_dir():
+                folder.keep_only(())
 
-        # A daemon, beside this thread: a disk that hangs must not keep the run from ending.
-        thread = threading.Thread(target=remove, name="drop copies", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        if problems:
+        try:
+            bounded(folder.root, remove, "removing them", Bound(_ANSWER_S, "Look at that disk", tell=None))
+        except (CheckpointError, OSError) as problem:
             warn(
-                f"copies stay in {path} on {self._world.node}, though the store has all of them: {problems[0]}. A next "
-                "start of the run that makes copies there removes them; else remove the folder"
+                f"copies stay in {path} on {node}, though the store has all of them: {problem}. A next start of the "
+                "run that makes copies there removes them; else remove the folder"
             )
 
     def _keep(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hpc_train.checkpoint.files.boxes import BoxFiles
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
-from hpc_train.checkpoint.stores.bounded import StoreWait
+from hpc_train.checkpoint.stores.bounded import wait_in
+from hpc_train.checkpoint.stores.caller import Bound
+from hpc_train.checkpoint.stores.cause import StoreError, is_unread
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError, is_unread
 from hpc_train.cluster.agent_wait import LOOK_S
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import Chunk
@@ -37,12 +38,11 @@ class ChunkReader:
         chunks: Sequence[Chunk],
         stored: Sequence[tuple[int, StoredBox, int]],
         folder_of: Mapping[str, Location],
-        hang_s: float,
-        tell: Callable[[str], None] | None,
+        bound: Bound,
     ) -> None:
         """stored: by chunk the row of its box, the box, and the bytes of an element. folder_of: of files elsewhere.
 
-        hang_s, tell: of a store in which nothing moves while bytes are waited for, as of `StoreWait`; it is a failure.
+        bound: of a store in which nothing moves while bytes are waited for; it is a failure.
         """
         self.problem: str | None = None
         self.failure: BaseException | None = None
@@ -53,7 +53,7 @@ class ChunkReader:
         self._taken = 0
         self._is_over = self._is_left = False
         places = list(dict.fromkeys([folder, *self._folder_of.values()]))
-        self._wait = lambda: StoreWait(places, f"reading {folder.name}", hang_s, tell)
+        self._wait = lambda: wait_in(places, f"reading {folder.name}", bound)
         self._thread = threading.Thread(target=self._read_all, name="checkpoint-reader", daemon=True)
         self._thread.start()
 

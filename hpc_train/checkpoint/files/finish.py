@@ -11,8 +11,8 @@ from hpc_train.checkpoint.format.coverage import coverage_fault
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from hpc_train.checkpoint.format.placed import WrittenBox
 from hpc_train.checkpoint.format.stored_boxes import StoredBoxes
+from hpc_train.checkpoint.stores.backend import Buffer
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Buffer
 from hpc_train.errors import CheckpointError
 
 METADATA_FILE = ".metadata"

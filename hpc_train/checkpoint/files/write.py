@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from hpc_train.checkpoint.format.archive import archive_of
 from hpc_train.checkpoint.format.placed import PlacedBox, WrittenBox
+from hpc_train.checkpoint.stores.cause import StoreError, StoreHang
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.errors import CheckpointError
 
 T = TypeVar("T")
@@ -124,13 +124,15 @@ def write_new_file(
     that went well gets the name of `target`.
 
     Raises:
-        StoreError: it fails in a way that does not pass, or has failed too often.
+        StoreError: it fails in a way that does not pass, or has failed too often, or does not answer.
     """
     place = target
     for attempt, pause_s in enumerate((*_PAUSES_S, None), start=1):
         try:
             value = write(place)
             break
+        except StoreHang:
+            raise
         except StoreError as problem:
             with suppress(StoreError):
                 place.remove()

@@ -6,8 +6,8 @@ memory of the node that read it.
 
 from __future__ import annotations
 
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.log import warn
 
 DAMAGED_FILE = "damaged"

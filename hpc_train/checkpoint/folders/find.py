@@ -37,9 +37,10 @@ def checkpoints_folder(place: Place) -> Location:
     path = locate(place)
     if path.local is None:
         return path
-    note = read_checkpoints_note(path.local)
+    run_dir = path.local
+    note = path.carry_out("look for the checkpoints of", lambda: read_checkpoints_note(run_dir))
     if note is not None:
-        return locate(note.folder)
+        return locate(note.folder, path.store.patience)
     below = path / CHECKPOINTS_FOLDER
     return below if below.is_folder() else path
 
@@ -98,7 +99,13 @@ def told_model(checkpoint: Location, manifest: Manifest) -> ModelSpec | None:
     if told is not None:
         return told
     of_run = _config_of_run(checkpoint)
-    return _of_config(load_config(of_run)) if of_run is not None and of_run.is_file() else None
+    if of_run is None:
+        return None
+
+    def read() -> ModelSpec | None:
+        return _of_config(load_config(of_run)) if of_run.is_file() else None
+
+    return checkpoint.carry_out("read the configuration of the run of", read)
 
 
 def model_of_values(values: Mapping[str, Any], checkpoint: Location) -> ModelSpec | None:
@@ -113,7 +120,8 @@ def model_of_values(values: Mapping[str, Any], checkpoint: Location) -> ModelSpe
 
 def _config_of_run(checkpoint: Location) -> Path | None:
     """Where the configuration of its run lies, if it lies in a run folder."""
-    return checkpoint.local.resolve().parent.parent / CONFIG_FILE if checkpoint.local is not None else None
+    whole = checkpoint.resolved()
+    return whole.parent.parent / CONFIG_FILE if whole is not None else None
 
 
 def write_model_file(place: Place, spec: ModelSpec, origin: str) -> None:

@@ -19,8 +19,9 @@ from contextlib import suppress
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.folders.damage import damage_found
 from hpc_train.checkpoint.format.manifest import Manifest, NewerFormatError, UnfinishedError, read_manifest
+from hpc_train.checkpoint.stores.backend import Entry
+from hpc_train.checkpoint.stores.cause import StoreError, is_outage, is_unread
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Entry, StoreError, is_outage, is_unread
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
 

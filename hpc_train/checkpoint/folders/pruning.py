@@ -8,8 +8,8 @@ from hpc_train.checkpoint.folders.damage import DAMAGED_FILE, damage_found
 from hpc_train.checkpoint.folders.folder import read_committed, remove_checkpoint, steps_newest_first
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.progress import UNHEARD, Advance
+from hpc_train.checkpoint.stores.cause import StoreError, is_unread
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import StoreError, is_unread
 from hpc_train.errors import CheckpointError
 
 

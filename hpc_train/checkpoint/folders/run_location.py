@@ -12,8 +12,9 @@ from pathlib import Path
 from hpc_train.checkpoint.folders.attempt import begin_attempt
 from hpc_train.checkpoint.folders.folder import newest_step, steps_newest_first
 from hpc_train.checkpoint.stores.bounded import bounded
+from hpc_train.checkpoint.stores.caller import Bound
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_folder
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.cluster.size_words import two_sizes
@@ -71,11 +72,11 @@ def open_location(
             although the run has saved some, cannot be written, lacks space, does not answer, or is not seen by all
             ranks; the client of its URL is not installed.
     """
-    tell = warn if world.local_rank == 0 else None
+    bound = Bound(limits.save_s, tell=warn if world.local_rank == 0 else None)
 
     def problem_of(act: Callable[[], None], what: str) -> Exception | None:
         try:
-            bounded(root, act, what, limits.save_s, tell)
+            bounded(root, act, what, bound)
         except Exception as problem:
             return _in_words(problem, root)
         return None

@@ -16,8 +16,10 @@ from hpc_train.checkpoint.folders.folder import (
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.progress import UNHEARD, Advance
+from hpc_train.checkpoint.stores.backend import Entry
+from hpc_train.checkpoint.stores.cause import is_outage
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Entry, Reader, is_outage
+from hpc_train.checkpoint.stores.store import Reader
 from hpc_train.errors import CheckpointError
 
 _BLOCK_BYTES = 16 << 20

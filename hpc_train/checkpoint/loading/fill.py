@@ -15,6 +15,7 @@ import torch
 from hpc_train.checkpoint.files.chunk_reader import ChunkReader, damage
 from hpc_train.checkpoint.format.crc import joined
 from hpc_train.checkpoint.loading.needs import Loading
+from hpc_train.checkpoint.stores.caller import Bound
 from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.comm.collectives import world_group
 from hpc_train.comm.relay import Leg, relay
@@ -82,8 +83,8 @@ class _Carrier:
         self._at_hand: tuple[int, torch.Tensor | None] = (-1, None)
         self.legs = [self._leg(delivery, world.rank) for delivery in self._deliveries]
         # As for data: this rank names the store before those give up that wait for what it reads.
-        tell = warn if world.local_rank == 0 else None
-        self.reader = ChunkReader(loading.path, chunks, stored, loading.folder_of, limits.data_s, tell)
+        bound = Bound(limits.data_s, tell=warn if world.local_rank == 0 else None)
+        self.reader = ChunkReader(loading.path, chunks, stored, loading.folder_of, bound)
 
     def make(self, number: int) -> torch.Tensor:
         """The bytes of a box of a chunk that this rank has read; zeros where reading has failed."""

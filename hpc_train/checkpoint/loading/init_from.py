@@ -12,6 +12,7 @@ from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.needs import plan_loading
 from hpc_train.checkpoint.stores.bounded import bounded
+from hpc_train.checkpoint.stores.caller import Bound
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
@@ -47,7 +48,7 @@ def load_weights(
     if world.rank == 0:
         try:
             place = locate(source)
-            told = bounded(place, look, f"looking for a checkpoint on {world.node}", limits.save_s)
+            told = bounded(place, look, f"looking for a checkpoint on {world.node}", Bound(limits.save_s))
         except HpcTrainError as problem:
             error = CheckpointError(f"checkpoint.init_from: {problem}")
     world.agree(error)

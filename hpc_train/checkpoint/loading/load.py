@@ -27,6 +27,7 @@ from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.local_load import StoreSteps, load_local
 from hpc_train.checkpoint.loading.needs import plan_loading
 from hpc_train.checkpoint.stores.bounded import bounded
+from hpc_train.checkpoint.stores.caller import Bound
 from hpc_train.checkpoint.stores.location import Location, Place, locate
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
@@ -123,7 +124,7 @@ def _of_rank_0(look: Callable[[], T], root: Location, world: World, limits: Agen
     seen, error = None, None
     if world.rank == 0:
         try:
-            seen = bounded(root, look, f"looking for checkpoints on {world.node}", limits.save_s)
+            seen = bounded(root, look, f"looking for checkpoints on {world.node}", Bound(limits.save_s))
         except HpcTrainError as problem:
             error = problem
     world.agree(error)

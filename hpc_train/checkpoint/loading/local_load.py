@@ -14,7 +14,6 @@ all bytes are checked before any is taken, so that a run which finds nothing beg
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,10 @@ from hpc_train.checkpoint.format.manifest import Manifest, parse_manifest
 from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading.fill import fill
 from hpc_train.checkpoint.loading.needs import plan_loading
+from hpc_train.checkpoint.stores.bounded import bounded
+from hpc_train.checkpoint.stores.caller import Bound
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.cluster.agent_wait import AgentLimits, words_meanwhile
+from hpc_train.cluster.agent_wait import AgentLimits
 from hpc_train.comm.world import World
 from hpc_train.errors import CheckpointError
 from hpc_train.log import say, warn
@@ -83,7 +84,8 @@ def load_local(
         chosen = whole[0]
         if checks_first and chosen.token not in checked:
             names = [name for name in _names(chosen) if chosen.at[name.node] == world.node_rank]
-            damaged = damaged_parts(root, names, world)
+            bound = Bound(limits.data_s, "Look at that disk", tell=warn if world.local_rank == 0 else None)
+            damaged = damaged_parts(root.within(bound), names, world)
             choice.leave_out(damaged)
             if damaged:
                 continue
@@ -109,22 +111,16 @@ def load_local(
 
 def _claimed_parts(local: LocalFolder, world: World) -> tuple[list[PartRecord], list[str]]:
     """What this node has, which nobody of an earlier start changes any more, and what is wrong with the rest."""
-    found: list[tuple[list[PartRecord], list[str]]] = []
 
-    def look() -> None:
-        try:
-            NodeFolder(local.path, local.attempt, world.node_rank)
-            found.append(sound_parts(local.path))
-        except Exception as problem:
-            found.append(([], [str(problem)]))
+    def look() -> tuple[list[PartRecord], list[str]]:
+        NodeFolder(local.path, local.attempt, world.node_rank)
+        return sound_parts(local.path)
 
-    # Beside this thread: a disk that hangs must not hold up the start of all nodes.
-    thread = threading.Thread(target=look, name="local parts", daemon=True)
-    thread.start()
-    with words_meanwhile(warn, f"the parts on {world.node}'s own disk, at {local.path}"):
-        thread.join(_LOOK_S)
-    hangs = f"{local.path} on {world.node} has not answered in {_LOOK_S:g} s: that disk hangs"
-    return found[0] if found else ([], [hangs])
+    try:
+        what = f"looking for the parts on {world.node}'s own disk"
+        return bounded(locate(local.path), look, what, Bound(_LOOK_S, "Look at that disk"))
+    except Exception as problem:
+        return [], [str(problem)]
 
 
 def _names(chosen: WholeSet) -> list[PartName]:

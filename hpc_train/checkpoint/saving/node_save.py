@@ -25,8 +25,9 @@ from hpc_train.checkpoint.files.write import Flow, in_words, write_new_file
 from hpc_train.checkpoint.folders import folder as folders
 from hpc_train.checkpoint.folders.attempt import require_attempt
 from hpc_train.checkpoint.format.placed import WrittenBox
+from hpc_train.checkpoint.stores.backend import Buffer
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Buffer, StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_file
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.plan.run_files import CheckpointsNote, write_checkpoints_note

@@ -26,7 +26,7 @@ from hpc_train.checkpoint.saving import torch_files
 from hpc_train.checkpoint.stores.location import Location, Place, locate
 from hpc_train.checkpoint.stores.visible import wait_for_folder
 from hpc_train.comm.world import World
-from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.errors import CheckpointError, HangError, HpcTrainError
 from hpc_train.log import warn
 
 
@@ -39,6 +39,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank, if any rank could not write; older checkpoints are untouched.
+        HangError: one of these, where calls of the store are bound (see `Location.within`) and one does not get on.
+            What was written is left, for the next save to remove.
     """
     root, is_writer = locate(place), world.rank == 0
     temporary = _agreed_below(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
@@ -47,8 +49,8 @@ def save_checkpoint(
         gathered = world.control.gather([box.to_plain() for box in written])
         every = [WrittenBox.from_plain(box) for of_rank in gathered or () for box in of_rank]
         _agreed(world, root, lambda: _finish(temporary, step, every, values) if is_writer else None)
-    except HpcTrainError:
-        if is_writer:
+    except HpcTrainError as error:
+        if is_writer and not isinstance(error, HangError):
             with suppress(HpcTrainError):
                 temporary.remove()
         raise

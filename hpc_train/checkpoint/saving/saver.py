@@ -20,12 +20,13 @@ from hpc_train.checkpoint.saving.save import save_checkpoint
 from hpc_train.checkpoint.saving.save_record import SaveRecord
 from hpc_train.checkpoint.saving.shared_memory import AgentTarget
 from hpc_train.checkpoint.stores.bounded import bounded
-from hpc_train.checkpoint.stores.location import Location
+from hpc_train.checkpoint.stores.caller import Bound
+from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.cluster.agent_address import AgentGone
 from hpc_train.cluster.agent_wait import USUAL_LIMITS, AgentLimits
 from hpc_train.comm.world import World
 from hpc_train.config import CheckpointConfig
-from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
+from hpc_train.errors import CheckpointError, ConfigError, HangError, HpcTrainError
 from hpc_train.log import say, warn
 
 _SAME_S = 0.005
@@ -51,8 +52,9 @@ class Saver:
 
         copies: on the nodes' own disks, where checkpoint.local asks for them. limits: how long agents are waited for.
         """
-        self._limits = limits
-        self._config, self._root, self._run_dir, self._world = config, root, run_dir, world
+        # A store that hangs is named by one rank a node, as agents are.
+        self._limits, self._bound = limits, Bound(limits.save_s, tell=warn if world.local_rank == 0 else None)
+        self._config, self._root, self._run_dir, self._world = config, root.within(self._bound), run_dir, world
         self._agent, self._completed, self._copies = agent, completed, copies
         self._agents: AgentSaves | None = None
         self._is_open = False
@@ -212,16 +214,26 @@ class Saver:
             save_checkpoint(self._root, step, pieces, values, self._world, keep=self._config.keep)
         except CheckpointError as error:
             self._record.failed(step, str(error))
-            if self._config.on_error == "stop":
+            # A call that hangs still holds this state, which the next step would change.
+            if self._config.on_error == "stop" or isinstance(error, HangError):
                 raise
             if self._world.rank == 0:
                 warn(f"step {step} is not saved, training goes on (checkpoint.on_error=continue): {error}")
             return False
         seconds = time.perf_counter() - begin
         if self._world.rank == 0:
-            note_saved(self._root, self._run_dir, step)
+            self._note_saved(step)
             self._report(Saved(step, seconds, seconds))
         return True
+
+    def _note_saved(self, step: int) -> None:
+        def note() -> None:
+            note_saved(self._root, self._run_dir, step)
+
+        try:
+            bounded(locate(self._run_dir), note, f"telling the run folder of step {step}", self._bound)
+        except (CheckpointError, OSError) as problem:
+            warn(f"the run folder could not be told of step {step}, which is saved: {problem}")
 
     def _drop_copies(self) -> None:
         """Nothing is gone on from but the store, which has the run's last save."""
@@ -279,8 +291,7 @@ class Saver:
         if self._world.rank == 0:
             try:
                 # One that was stopped may go on at any time.
-                what = f"telling node agents from {self._world.node} that they write no more"
-                bounded(self._root, lambda: shut_out_agents(self._root), what, self._limits.save_s)
+                shut_out_agents(self._root)
             except CheckpointError as more:
                 warn(f"node agents could not be told that the ranks write now: {more}")
             warn(

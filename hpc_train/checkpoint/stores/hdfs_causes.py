@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpc_train.checkpoint.stores.store import Cause, StoreError
+from hpc_train.checkpoint.stores.cause import Cause, StoreError
 from hpc_train.errors import HpcTrainError
 
 _TELL_THE_SITE = "Wait, or tell the site."

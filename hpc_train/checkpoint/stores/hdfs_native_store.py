@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.cause import Cause
 from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
-from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 from hpc_train.errors import ConfigError
 
 try:

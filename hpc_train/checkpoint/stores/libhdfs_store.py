@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.cause import Cause
 from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
-from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
 from hpc_train.cluster.environment import tell_libraries
 from hpc_train.errors import ConfigError
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry
+from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.cause import Cause
 
 _FILE_IN_THE_WAY = Cause(
     "a file stands where a folder is needed", False, "Rename it, or choose another folder.", is_damage=True

@@ -11,9 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from hpc_train.checkpoint.stores.store import Backend, Entry, Patience, Reader, Store, Writer
+from hpc_train.checkpoint.stores.backend import Backend, Entry
+from hpc_train.checkpoint.stores.caller import Bound
+from hpc_train.checkpoint.stores.store import Patience, Reader, Store, Writer
 from hpc_train.errors import ConfigError
+
+T = TypeVar("T")
 
 _BLOCK_BYTES = 8 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/[^/]*)?(.*)", re.DOTALL)
@@ -50,6 +55,19 @@ class Location:
     def local(self) -> Path | None:
         """Its path where it lies on a local file system."""
         return None if self.store.prefix else Path(self.path)
+
+    def within(self, bound: Bound) -> Location:
+        """The same place, by a connection of its own whose calls are waited for within a bound."""
+        return Location(self.store.within(bound), self.path)
+
+    def carry_out(self, what: str, act: Callable[[], T]) -> T:
+        """As `Store.carry_out`."""
+        return self.store.carry_out(what, self.path, act)
+
+    def resolved(self) -> Path | None:
+        """Its absolute path without links where it lies on a local file system."""
+        path = self.local
+        return None if path is None else self.carry_out("look for the folders of", path.resolve)
 
     def entry(self) -> Entry | None:
         return self.store.entry(self.path)

@@ -10,21 +10,26 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
-from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.caller import Bound, Caller, StoreWait
+from hpc_train.checkpoint.stores.cause import Cause, StoreError, StoreHang
+from hpc_train.errors import HpcTrainError
 from hpc_train.log import warn
 
 T = TypeVar("T")
-Buffer = memoryview
 
 _BLOCK_BYTES = 8 << 20
 """Of a text or a trial; assumed: large enough that calls cost nothing."""
+_PIECE_BYTES = 16 << 20
+"""Read or written by one call, of which who waits sees that it gets on (assumed: calls cost nothing beside it)."""
 _SAY_EVERY_S = 30.0
 _PANIC = "PanicException"
 """cited: pyo3, whose module pyo3_runtime cannot be imported."""
@@ -32,34 +37,10 @@ _JAVA_STACK = re.compile(r"(\n|\\n)(\t|\\t)at ")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file or folder: its last name, size (0 for a folder) and time of last change, seconds since 1970."""
-
-    name: str
-    is_folder: bool
-    num_bytes: int
-    changed_at: float
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a call failed: in words, whether waiting may help, and what a person should do.
-
-    is_of_file: the store itself answers, and this file alone it does not give. is_damage: what lies there is known: it
-    was read and is damaged, or is no file.
-    """
-
-    text: str
-    may_pass: bool
-    cure: str
-    is_of_file: bool = False
-    is_damage: bool = False
-
-
-@dataclass(frozen=True)
 class Patience:
     """How long to go on trying where waiting may help. The pause doubles from first_pause_s to longest_pause_s.
 
+    bound: of each call, also of one that does not come back; None: it is waited for as long as it takes.
     120 s (assumed): a name node of a large site is back from a fail-over in less, and a job's warning is often longer.
     """
 
@@ -68,25 +49,7 @@ class Patience:
     longest_pause_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-
-
-class StoreError(CheckpointError):
-    """A store did not do what was asked; `cause` says why."""
-
-    def __init__(self, message: str, cause: Cause | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-def is_outage(error: Exception) -> bool:
-    """Whether a store did not answer at all, so that nothing else in it can be asked for either."""
-    cause = error.cause if isinstance(error, StoreError) else None
-    return cause is not None and cause.may_pass and not cause.is_of_file
-
-
-def is_unread(error: Exception) -> bool:
-    """Whether a store did not give what lies there, whatever the reason, so that nobody knows whether it is sound."""
-    return isinstance(error, StoreError) and not (error.cause is not None and error.cause.is_damage)
+    bound: Bound | None = None
 
 
 class ClientPanic(Exception):
@@ -106,86 +69,6 @@ def _panics_as_errors() -> Iterator[None]:
         raise ClientPanic(f"the client has panicked: {problem}") from problem
 
 
-class BackendReader(ABC):
-    """An open file."""
-
-    @abstractmethod
-    def read_into(self, start: int, buffer: Buffer) -> int:
-        """Fill the buffer with bytes from `start` on; how many there were before the file's end."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class BackendWriter(ABC):
-    """A file that is being written from its beginning to its end."""
-
-    @abstractmethod
-    def write(self, data: Buffer) -> None:
-        """Take all of it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Return when the bytes survive the death of this process and, where the store can say so, of its node."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Let go of a file that will not be used; raises nothing."""
-
-
-class Backend(ABC):
-    """One file system, by absolute paths. Raises its own exceptions, and Python's for what is missing or there already.
-
-    Nobody but `Store` calls it. moved_at: when a part of a call that may take long was done last, as `Store` has it.
-    """
-
-    moved_at = 0.0
-
-    def moved(self) -> None:
-        """A part of a call is done: who waits for it sees that it gets on."""
-        self.moved_at = time.monotonic()
-
-    @abstractmethod
-    def entry(self, path: str) -> Entry | None: ...
-
-    @abstractmethod
-    def entries(self, path: str) -> list[Entry]: ...
-
-    @abstractmethod
-    def make_folder(self, path: str) -> None:
-        """With those above it; nothing happens where it is there."""
-
-    @abstractmethod
-    def rename(self, source: str, target: str) -> None:
-        """In one step. `Store` has seen that there is no target."""
-
-    @abstractmethod
-    def replace(self, source: str, target: str) -> None:
-        """A file in the place of another, in one step."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """A file, or a folder with all that is in it; nothing happens where it is missing."""
-
-    @abstractmethod
-    def open_read(self, path: str) -> BackendReader: ...
-
-    @abstractmethod
-    def create(self, path: str) -> BackendWriter:
-        """A new file; FileExistsError where there is one."""
-
-    @abstractmethod
-    def flush_folder(self, path: str) -> None:
-        """Make the names in a folder durable, where that has to be asked for."""
-
-    @abstractmethod
-    def free_bytes(self, path: str) -> int | None:
-        """What may still be written there; None where the store does not say."""
-
-    @abstractmethod
-    def cause(self, problem: Exception) -> Cause: ...
-
-
 class Store:
     """A file system that checkpoints lie on. prefix: what stands before its paths in a URL; "" for the local one.
 
@@ -201,6 +84,15 @@ class Store:
         self._inherited: list[Backend] = []
         self._said_at: float | None = None
         self._moved_at = 0.0
+        self._of_thread = threading.local()
+
+    @property
+    def patience(self) -> Patience:
+        return self._patience
+
+    def within(self, bound: Bound) -> Store:
+        """The same file system by a connection of its own, whose calls are waited for within a bound."""
+        return Store(self.prefix, self._connect, replace(self._patience, bound=bound))
 
     @property
     def moved_at(self) -> float:
@@ -314,6 +206,19 @@ class Store:
         with self.writing(path) as writer:
             writer.write(memoryview(text.encode()))
 
+    def carry_out(self, what: str, path: str, act: Callable[[], T]) -> T:
+        """What `act` gives, which does something in this file system, within the bound of calls.
+
+        Raises:
+            StoreHang: it does not get on. Beside what act raises.
+        """
+        bound = self._patience.bound
+        if bound is None:
+            return act()
+        words = f"{what} {self.url(path)}"
+        waiting = StoreWait(f"the store to {words}", f"cannot {words}", "the store", [self], bound)
+        return self._caller().call(act, waiting)
+
     # For Reader and Writer below.
 
     def moved(self) -> None:
@@ -338,6 +243,14 @@ class Store:
         except Exception as problem:
             raise StoreError(f"cannot use {self.prefix}: {type(problem).__name__}: {problem}") from problem
 
+    def _caller(self) -> Caller:
+        """For the calls of this thread."""
+        mine, pid = self._of_thread, os.getpid()
+        if getattr(mine, "pid", None) != pid:  # as with connections: a fork has no thread but its own
+            mine.pid, mine.caller = pid, Caller(f"calls of {self.prefix or 'files'}")
+        caller: Caller = mine.caller
+        return caller
+
     def failure(self, what: str, path: str, problem: Exception, cause: Cause, waited_s: float = 0.0) -> StoreError:
         waited = f" (tried for {waited_s:.0f} s)" if waited_s >= 1 else ""
         told = _JAVA_STACK.split(f"{type(problem).__name__}: {problem}")[0].strip().replace("\n", " ")
@@ -360,14 +273,13 @@ class Store:
         patience = self._patience
         start, pause_s = patience.clock(), patience.first_pause_s
         while True:
-            backend = self.backend()
             try:
                 with _panics_as_errors():
-                    return ask(backend)
-            except (FileNotFoundError, FileExistsError, StoreError):
+                    return self.carry_out(what, path, lambda: ask(self.backend()))
+            except (FileNotFoundError, FileExistsError, HpcTrainError):
                 raise
             except Exception as problem:
-                cause, waited_s = backend.cause(problem), patience.clock() - start
+                cause, waited_s = self.backend().cause(problem), patience.clock() - start
                 if not cause.may_pass or waited_s + pause_s > patience.total_s:
                     raise self.failure(what, path, problem, cause, waited_s) from problem
             self._say_waiting(what, path, cause)
@@ -384,19 +296,31 @@ class Reader:
 
     def read_into(self, start: int, buffer: Buffer) -> int:
         """Fill the buffer from `start` on; how many bytes there were before the end."""
+        done = 0
+        while True:
+            piece = buffer[done : done + _PIECE_BYTES]
+            count = self._read(start + done, piece)
+            done += count
+            if count < len(piece) or done == len(buffer):
+                return done
 
+    def close(self) -> None:
+        with suppress(StoreHang):
+            self._store.carry_out("close", self._path, self._close)
+
+    def _read(self, start: int, piece: Buffer) -> int:
         def ask(backend: Backend) -> int:
             if self._open is None:
                 self._open = backend.open_read(self._path)
             try:
-                return self._open.read_into(start, buffer)
+                return self._open.read_into(start, piece)
             except Exception:
-                self.close()
+                self._close()
                 raise
 
         return self._store.call("read", self._path, ask)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._open is not None:
             with suppress(Exception):
                 self._open.close()  # nothing was written
@@ -420,18 +344,23 @@ class Writer:
         self._open: Any = store.call("create", path, ask)
 
     def write(self, data: Buffer) -> None:
-        self._attempt("write", lambda: self._open.write(data))
+        for at in range(0, len(data), _PIECE_BYTES):
+            piece = data[at : at + _PIECE_BYTES]
+            self._attempt("write", partial(self._open.write, piece))
 
     def close(self) -> None:
         self._attempt("finish", self._open.close)
 
     def abandon(self) -> None:
-        self._open.abandon()
+        with suppress(StoreHang):
+            self._store.carry_out("give up", self._path, self._open.abandon)
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         try:
             with _panics_as_errors():
-                call()
+                self._store.carry_out(what, self._path, call)
             self._store.moved()
+        except StoreError:
+            raise
         except Exception as problem:
             raise self._store.failure(what, self._path, problem, self._store.backend().cause(problem)) from problem

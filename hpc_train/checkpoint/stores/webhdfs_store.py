@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.cause import Cause, StoreError
 from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
-from hpc_train.checkpoint.stores.store import Backend, BackendReader, BackendWriter, Buffer, Cause, Entry, StoreError
 from hpc_train.errors import ConfigError
 
 # cited: hdfs-default.xml of Hadoop 3, dfs.namenode.http-address and https-address.

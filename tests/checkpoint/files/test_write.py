@@ -8,8 +8,8 @@ import pytest
 
 from hpc_train.checkpoint.files.write import Abandoned, Flow, in_words, write_boxes, write_new_file
 from hpc_train.checkpoint.format.placed import place_boxes
+from hpc_train.checkpoint.stores.cause import Cause, StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import Cause, StoreError
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 

@@ -11,8 +11,8 @@ import pytest
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.folders.folder import commit, create_temporary, steps_newest_first
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, UnfinishedError
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.errors import CheckpointError
 
 

@@ -15,9 +15,9 @@ from hpc_train.checkpoint.folders.find import find_checkpoint
 from hpc_train.checkpoint.folders.folder import newest_step, prune, sound_checkpoints
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, NewerFormatError, read_manifest
 from hpc_train.checkpoint.loading.load import load_newest
+from hpc_train.checkpoint.stores.backend import BackendWriter
 from hpc_train.checkpoint.stores.local_store import LocalBackend
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.checkpoint.stores.store import BackendWriter
 from hpc_train.cli import main
 from hpc_train.errors import CheckpointError
 from hpc_train.launch.run_folder import newest_saved_step

@@ -11,10 +11,12 @@ import pytest
 
 from hpc_train.checkpoint.folders.folder import newest_step, prune
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE
+from hpc_train.checkpoint.stores.backend import BackendReader
+from hpc_train.checkpoint.stores.cause import StoreError, is_outage, is_unread
 from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.stores.local_store import LocalBackend
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import BackendReader, Patience, Store, StoreError, is_outage, is_unread
+from hpc_train.checkpoint.stores.store import Patience, Store
 from hpc_train.cli import main
 from hpc_train.errors import ExitCode
 from tests.checkpoint import plain_state

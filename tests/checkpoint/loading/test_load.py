@@ -18,8 +18,8 @@ from hpc_train.checkpoint.format.state import StatePiece
 from hpc_train.checkpoint.loading import needs
 from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.saving.save import write_alone
+from hpc_train.checkpoint.stores.cause import Cause, StoreError
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.checkpoint.stores.store import Cause, StoreError
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.checkpoint_load import plan_load
 from hpc_train.plan.flat import Box, boxes_of_range

@@ -19,8 +19,8 @@ from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.saving.snapshot import Snapshot
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.cluster import agent_wait
 from hpc_train.cluster.agent_service import Peer
 from hpc_train.cluster.agent_wait import AgentLimits

@@ -21,8 +21,8 @@ from hpc_train.checkpoint.folders.attempt import begin_attempt
 from hpc_train.checkpoint.saving import node_save, node_session, node_writer
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.stores import local_store
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import StoreError
 from hpc_train.checkpoint.stores.visible import wait_for_file
 from tests.agents import ServedAgent, served
 from tests.checkpoint.saving.node_ranks import NodeRank, check_step, left_over, told

@@ -10,8 +10,8 @@ import pytest
 from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE
 from hpc_train.checkpoint.folders.folder import commit, create_temporary, read_latest, steps_newest_first
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import StoreError
 
 
 class StoreContract:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.folders.folder import sound_checkpoints
+from hpc_train.checkpoint.stores.cause import StoreError, is_outage
 from hpc_train.checkpoint.stores.location import Location
-from hpc_train.checkpoint.stores.store import Patience, Store, StoreError, is_outage
+from hpc_train.checkpoint.stores.store import Patience, Store
 
 FileType = enum.Enum("FileType", ["NotFound", "File", "Directory"])
 

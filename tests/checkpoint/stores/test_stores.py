@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from hpc_train.checkpoint.stores.backend import BackendReader, BackendWriter
+from hpc_train.checkpoint.stores.cause import StoreError, is_outage
 from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.stores.local_store import LocalBackend
 from hpc_train.checkpoint.stores.location import Location, locate
-from hpc_train.checkpoint.stores.store import BackendReader, BackendWriter, Patience, Store, StoreError, is_outage
+from hpc_train.checkpoint.stores.store import Patience, Store
 from hpc_train.checkpoint.stores.webhdfs_store import WebHdfsBackend
 from hpc_train.errors import ConfigError
 from tests.checkpoint.stores.store_contract import StoreContract
