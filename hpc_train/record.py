@@ -8,6 +8,7 @@ writes segments to files is `train.trace`; what reads them is `observe`. The for
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import zlib
@@ -211,6 +212,16 @@ class NoRecorder(Recorder):
 
 NOT_RECORDED = NoRecorder()
 """Without state, so that one value serves all."""
+
+
+def quotient(amount: float | None, whole: float | None) -> float | None:
+    """amount / whole; None where the whole is no positive number, since neither 0 nor infinity would be true.
+
+    So of every rate and share that is reported, whatever a clock did.
+    """
+    if amount is None or whole is None or not math.isfinite(amount) or not math.isfinite(whole) or whole <= 0:
+        return None
+    return amount / whole
 
 
 def times_of(rows: array[int]) -> tuple[int, ...]:

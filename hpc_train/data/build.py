@@ -7,7 +7,6 @@ results in order. So the files depend on the sources and the tokenizer, and not 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from hpc_train.data.sources import (
 )
 from hpc_train.data.tokenizer import Tokenizer, write_text_whole
 from hpc_train.errors import ConfigError, DataError
+from hpc_train.record import quotient
 
 _PROGRESS_EVERY_S = 2.0
 Say = Callable[[str], None]
@@ -323,15 +323,8 @@ class _Progress:
         if self._say is None:
             return
         share = f"{100 * self._bytes / self._total_bytes:.0f} %" if self._total_bytes else "n/a"
-        rate = per_second(self._bytes / 1e6, self._clock() - self._started)
+        rate = quotient(self._bytes / 1e6, self._clock() - self._started)
         self._say(
             f"{verb} {self._documents} documents, {self._tokens} tokens, {self._bytes / 1e6:.1f} of "
             f"{self._total_bytes / 1e6:.1f} MB ({share}), {'n/a' if rate is None else f'{rate:.1f}'} MB/s"
         )
-
-
-def per_second(amount: float, seconds: float | None) -> float | None:
-    """A rate, or None where no time passed or the clock went back."""
-    if seconds is None or not seconds > 0 or not math.isfinite(seconds):
-        return None
-    return amount / seconds

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_train.observe.rank_trace import RankTrace
-from hpc_train.observe.trace_files import quotient, rows_of, step_span
-from hpc_train.record import Kind, Name
+from hpc_train.observe.trace_files import rows_of, step_span
+from hpc_train.record import Kind, Name, quotient
 
 Key = tuple[str, str, int, int, int]
 """What the rows of one transfer have in common: group, operation, first or sending rank, receiver, ordinal."""

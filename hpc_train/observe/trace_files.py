@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -121,13 +120,6 @@ def choose_ranks(folder: TraceFolder, text: str | None) -> tuple[int, ...]:
                 )
             chosen.add(rank)
     return tuple(sorted(chosen))
-
-
-def quotient(amount: float | None, whole: float | None) -> float | None:
-    """amount / whole; None where the whole is no positive number, since neither 0 nor infinity would be true."""
-    if amount is None or whole is None or not math.isfinite(amount) or not math.isfinite(whole) or whole <= 0:
-        return None
-    return amount / whole
 
 
 def rows_of(traces: Sequence[RankTrace], *, beside: bool = False) -> Iterator[tuple[RankTrace, int, np.ndarray]]:

@@ -37,8 +37,8 @@ from hpc_train.log import say, warn
 from hpc_train.plan.batch_pieces import PieceBatch
 from hpc_train.plan.cost import mfu
 from hpc_train.plan.peer_copies import COPY_HOLDERS
-from hpc_train.record import NOT_RECORDED, Kind, Recorder
-from hpc_train.train.metrics import Metrics, rate
+from hpc_train.record import NOT_RECORDED, Kind, Recorder, quotient
+from hpc_train.train.metrics import Metrics
 from hpc_train.train.optimizer import learning_rate
 from hpc_train.train.state import plain_values, state_pieces
 from hpc_train.train.step import StepResult, Trainer
@@ -346,7 +346,7 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _record(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
-    tokens_per_s = rate(result.num_tokens, seconds)
+    tokens_per_s = quotient(result.num_tokens, seconds)
     config = run.config
     length = round(result.mean_length) or config.data.seq_len
     utilisation = None

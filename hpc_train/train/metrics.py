@@ -12,13 +12,6 @@ from hpc_train.log import say
 from hpc_train.plan.run_files import METRICS_FILE
 
 
-def rate(amount: float, seconds: float | None) -> float | None:
-    """Amount per second; None where the clock shows no time, since neither 0 nor infinity would be true."""
-    if seconds is None or not seconds > 0:
-        return None
-    return amount / seconds
-
-
 class Metrics:
     """Writes what a step gave. Nothing here may end a run: a line that cannot be written is reported once."""
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data.build import BuildOptions, build, entropy_nats, per_second
+from hpc_train.data.build import BuildOptions, build, entropy_nats
 from hpc_train.data.encode import is_heldout, supervised_tokens, worker_environment
 from hpc_train.data.index import TokenFile
 from hpc_train.data.sidecar import read_sidecar, sha256_of_file
@@ -508,12 +508,6 @@ def test_progress_survives_any_clock(corpus, tmp_path, step_s):
     assert lines[-1].startswith("done: 150 documents")
     assert (len(lines) > 1) == (step_s > 0)
     assert not any("\r" in line or "\x1b" in line for line in lines)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, None, float("nan"), float("inf")])
-def test_a_rate_without_a_duration_is_none(seconds):
-    """FC-97"""
-    assert per_second(5, seconds) is None
 
 
 def test_a_report_is_strict_json(corpus, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tracemalloc
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from hpc_train.errors import ConfigError, DataError
 from hpc_train.observe.exposed import exposure_figures, exposure_table, measure_exposure
 from hpc_train.observe.timeline_picture import EXPOSED, LATE, timeline_bars
 from hpc_train.observe.trace_command import trace_command
-from hpc_train.observe.trace_files import choose_ranks, find_trace, parse_ranges, quotient, read_rank
-from hpc_train.record import Kind
+from hpc_train.observe.trace_files import choose_ranks, find_trace, parse_ranges, read_rank
+from hpc_train.record import Kind, quotient
 from tests.observe.traces import (
     MS,
     FakeClock,
@@ -252,8 +253,9 @@ def test_steps_and_transfers_without_duration_give_null_and_na(tmp_path: Path) -
 
 @pytest.mark.parametrize("whole", [0, 0.0, -1.0, None, float("nan"), float("inf")])
 def test_a_quotient_by_nothing_is_not_known(whole: float | None) -> None:
+    """FC-97: neither 0 nor infinity, of every rate that is reported."""
     assert quotient(5.0, whole) is None
-    assert quotient(None, 2.0) is None
+    assert (quotient(None, 2.0), quotient(math.inf, 2.0), quotient(5, 2.0)) == (None, None, 2.5)
 
 
 def test_beyond_the_cap_segments_are_counted_and_the_file_stays_valid(tmp_path: Path, capsys) -> None:

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.train.metrics import Metrics, progress_line, rate
+from hpc_train.train.metrics import Metrics, progress_line
 from hpc_train.train.peak import world_peak_flops
 from tests.worlds import single_world
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [(2.0, 5.0), (0.0, None), (-1.0, None), (None, None), (math.nan, None)]
-)
-def test_a_rate_without_time_is_unknown(seconds, expected):
-    """FC-97: not 0, not infinity."""
-    assert rate(10, seconds) == expected
 
 
 def _record(step: int, **changes: object) -> dict:
