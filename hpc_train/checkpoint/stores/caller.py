@@ -49,7 +49,7 @@ class StoreWait:
     def __init__(self, what: str, refusal: str, silent: str, stores: Collection[Moving], bound: Bound) -> None:
         """what: is waited for. refusal: begins the words of the error, and `silent` names in them what gives nothing.
 
-        stores: where it works.
+        stores: where it works; none: nothing of it is seen to move.
         """
         self._what, self._refusal, self._silent = what, refusal, silent
         self._stores, self._bound, self._words = stores, bound, Words(bound.tell)
@@ -78,7 +78,7 @@ class StoreWait:
         self._words.look(self._what)
 
     def _moved(self) -> float:
-        return max(store.moved_at for store in self._stores)
+        return max((store.moved_at for store in self._stores), default=0.0)
 
 
 @final

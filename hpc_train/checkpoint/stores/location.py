@@ -57,7 +57,7 @@ class Location:
         return None if self.store.prefix else Path(self.path)
 
     def within(self, bound: Bound) -> Location:
-        """The same place, by a connection of its own whose calls are waited for within a bound."""
+        """The same place, with calls that are waited for within a bound."""
         return Location(self.store.within(bound), self.path)
 
     def carry_out(self, what: str, act: Callable[[], T]) -> T:

@@ -91,8 +91,8 @@ class Store:
         return self._patience
 
     def within(self, bound: Bound) -> Store:
-        """The same file system by a connection of its own, whose calls are waited for within a bound."""
-        return Store(self.prefix, self._connect, replace(self._patience, bound=bound))
+        """The same file system by the same connection, with calls that are waited for within a bound."""
+        return Store(self.prefix, self.backend, replace(self._patience, bound=bound))
 
     @property
     def moved_at(self) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from hpc_train.checkpoint.folders import ticket
+from hpc_train.checkpoint.stores import caller
 from hpc_train.checkpoint.stores.location import locate
 from tests.worlds import single_world
 
@@ -38,14 +40,29 @@ def test_a_ticket_that_ends_before_the_job_is_told_of(
 def test_a_ticket_that_is_not_renewed_is_told_of_before_a_save_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(ticket, "warn", said.append)
-    left: list[int | None] = [86400, 601, 500, 100, 0, 86400, 0, None]
+    left: list[int | None] = [None, 86400, 601, 500, 100, 0, 0, None, 86400, None, None, 0]
     watch = ticket.TicketWatch(locate(HDFS), single_world(), lambda: left[0])
     told = []
     while left:
         watch.look()
         told.append(len(said))
         left.pop(0)
-    assert told == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert told == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
     assert "ends in 500 s: saves may fail. Renew it (`kinit -R`" in said[0] and "has run out" in said[1]
+    assert "is gone: saves may fail" in said[2]
     ticket.TicketWatch(locate("/scratch/me"), single_world(), lambda: 0).look()
-    assert len(said) == 2
+    assert len(said) == 4
+
+
+def test_a_ticket_whose_cache_hangs_holds_up_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    over = threading.Event()
+    monkeypatch.setattr(ticket, "warn", said.append)
+    monkeypatch.setattr(ticket, "_LOOK_S", 0.1)
+    monkeypatch.setattr(caller, "LOOK_S", 0.01)
+    watch = ticket.TicketWatch(locate(HDFS), single_world(), lambda: over.wait(60) and None)
+    watch.look()
+    watch.look()
+    over.set()
+    (words,) = said
+    assert "cannot be looked at" in words and "so its cache (KRB5CCNAME) does not answer here" in words
