@@ -55,7 +55,7 @@ class TicketWatch:
 
     def __init__(self, root: Location, world: World, left_s: Callable[[], int | None] = ticket_left_s) -> None:
         self._is_used = root.store.prefix.startswith(_ASKS_FOR_TICKETS) and world.local_rank == 0
-        self._node, self._left_s = world.node, left_s
+        self._world, self._left_s = world, left_s
         self._caller: Caller | None = None
         self._is_known, self._told = False, ""
 
@@ -63,7 +63,7 @@ class TicketWatch:
         """Warn where it has run out, soon does, or is gone: once each, until it has been renewed. Not collective."""
         state, words = self._state() if self._is_used else ("", "")
         if state and state != self._told:
-            warn(f"the Kerberos ticket on {self._node} {words}")
+            warn(f"the Kerberos ticket on {self._world.node} {words}")
         self._told = state
 
     def _state(self) -> tuple[str, str]:
