@@ -256,10 +256,12 @@ def _ckpt(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.stores.bounded import bounded
     from hpc_train.checkpoint.stores.location import locate
 
-    argument = {"ls": "run", "verify": "path", "convert": "source", "prune": "run"}[options.ckpt_command]
-    named = getattr(options, argument)
-    place = locate(named if "/" in named else options.runs_dir)
-    bounded(place, lambda: _find_run(options, argument), f"looking for {named}", bound_of(options))
+    arguments = {"ls": "run", "verify": "path", "convert": "source", "prune": "run"}
+    argument = arguments.get(options.ckpt_command)
+    if argument is not None:
+        named = getattr(options, argument)
+        place = locate(named if "/" in named else options.runs_dir)
+        bounded(place, lambda: _find_run(options, argument), f"looking for {named}", bound_of(options))
     return run_ckpt_command(options)
 
 

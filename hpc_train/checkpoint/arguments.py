@@ -15,6 +15,7 @@ examples:
   hpc-train ckpt convert runs/llama/123 out/llama --dtype bf16
   hpc-train ckpt convert Llama-2-7b-hf hdfs://nn1:8020/user/me/init/llama-7b
   hpc-train ckpt prune runs/llama/123 --keep 3              all but the newest three
+  hpc-train ckpt set-aside runs/llama/123/checkpoints/step_0002000
 """
 
 
@@ -23,7 +24,7 @@ def add_ckpt_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "ckpt",
         help="list, check, convert and thin out checkpoints",
-        description="List, check, convert and thin out checkpoints, in folders and at hdfs:// URLs.",
+        description="List, check, convert, thin out and set aside checkpoints, in folders and at hdfs:// URLs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -33,6 +34,7 @@ def add_ckpt_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_convert(commands)
     _add_prune(commands)
+    _add_set_aside(commands)
     return parser
 
 
@@ -153,6 +155,23 @@ def _add_prune(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     _add_timeout(parser)
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+
+
+def _add_set_aside(commands: Any) -> None:
+    parser = commands.add_parser(
+        "set-aside",
+        help="take a checkpoint out of a run's way, such as one that cannot be read",
+        description="Rename a checkpoint so that no run goes on from it, counts or removes it. Nothing of it is read "
+        "or changed, so that it can be put back: for one that a store does not give, and that may be whole.",
+        epilog="examples:\n"
+        "  hpc-train ckpt set-aside hdfs://nn1:8020/user/me/runs/llama/123/step_0002000\n"
+        "  hpc-train ckpt set-aside hdfs://nn1:8020/user/me/runs/llama/123/step_0002000.set-aside --undo\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=filled, metavar="CHECKPOINT", help="folder or URL of the checkpoint")
+    parser.add_argument("--undo", action="store_true", help="give back the name to one that was set aside")
+    _add_timeout(parser)
 
 
 def _add_timeout(parser: argparse.ArgumentParser) -> None:

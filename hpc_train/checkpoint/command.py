@@ -1,4 +1,4 @@
-"""`hpc-train ckpt ls`, `verify`, `convert` and `prune`: call, print, exit code."""
+"""`hpc-train ckpt ls`, `verify`, `convert`, `prune` and `set-aside`: call, print, exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ def bound_of(args: Namespace) -> Bound:
 
 def run_ckpt_command(args: Namespace) -> int:
     """Carry out what `arguments.add_ckpt_parser` parsed; gives the exit code."""
-    commands = {"ls": ls_command, "verify": verify_command, "convert": convert_command, "prune": prune_command}
+    commands = {
+        "ls": ls_command,
+        "verify": verify_command,
+        "convert": convert_command,
+        "prune": prune_command,
+        "set-aside": set_aside_command,
+    }
     return commands[args.ckpt_command](args)
 
 
@@ -168,6 +174,17 @@ def prune_command(args: Namespace) -> int:
         print(f"left     {path.name}, which cannot be used: {problem}")
     for path in pruning.removed:
         print(f"{'to go' if args.dry_run else 'removed':8} {path.name}")
+    return ExitCode.DONE
+
+
+def set_aside_command(args: Namespace) -> int:
+    from hpc_train.checkpoint.folders.set_aside import put_back, set_aside
+
+    path = _located(args, args.checkpoint)
+    if args.undo:
+        print(f"{path} is {put_back(path).name} again")
+    else:
+        print(f"{path} is {set_aside(path).name} now: no run goes on from it or removes it (back again with --undo)")
     return ExitCode.DONE
 
 

@@ -58,7 +58,7 @@ def test_ls_shows_what_has_a_checkpoint_s_name_and_is_none(run, capsys):
     (root / "step_0000030").symlink_to("nowhere")
     assert main(["ckpt", "ls", str(run)]) == 0
     _, aside, file, link, copied = capsys.readouterr().out.splitlines()
-    assert aside.startswith("step_0000012.set-aside  20") and "set aside when step 12 was saved again" in aside
+    assert aside.startswith("step_0000012.set-aside  20") and "set aside: no run goes on from it" in aside
     assert "is no folder" in file and "is no folder" in link
     assert copied.startswith("step_0000100") and "holds step 3, and not the one of its name" in copied
 

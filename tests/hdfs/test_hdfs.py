@@ -23,6 +23,7 @@ from hpc_train.checkpoint.convert.safetensors_files import INDEX_FILE, SINGLE_FI
 from hpc_train.checkpoint.folders.folder import steps_newest_first
 from hpc_train.checkpoint.folders.run_location import CLAIM_FILE, open_location, run_location
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
+from hpc_train.checkpoint.stores.backend import Entry
 from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Patience
@@ -265,6 +266,62 @@ def test_a_data_node_killed_in_the_middle_of_a_file(hdfs: HdfsCluster, folder: L
             time.sleep(1)
     assert plain_state.load(Alone(), folder, ELEMENTS) == step
     assert _hidden(folder) == []
+
+
+def _flip(file: Path) -> None:
+    with open(file, "r+b") as bits:
+        bits.seek(77)
+        byte = bits.read(1)[0]
+        bits.seek(77)
+        bits.write(bytes([byte ^ 1]))
+
+
+def _files_below(root: Location) -> set[tuple[str, Entry]]:
+    return {(step.name, file) for step in root.entries() if step.is_folder for file in (root / step.name).entries()}
+
+
+def test_a_block_that_has_rotted_is_passed_over_and_one_whose_data_nodes_are_down_is_not(
+    hdfs: HdfsCluster, folder: Location, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By flipped bits in step 3, and in step 2 by files of data nodes that were cut short."""
+    for step in (1, 2, 3):
+        plain_state.save(Alone(), folder, step, ELEMENTS)
+    boxes, manifest = folder / "step_0000002" / "__0_0.distcp", folder / "step_0000003" / MANIFEST_FILE
+    impatient = locate(str(folder), SHORT)
+    web = locate(f"webhdfs://{hdfs.http_address}{folder.path}", SHORT)
+    before, (of_manifest,), of_boxes = _files_below(folder), hdfs.replicas(manifest.path), hdfs.replicas(boxes.path)[0]
+    _flip(of_manifest[0])
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 3, "the other replica is sound"
+    unknown = r"step_0000003 cannot be read and may be whole.*ckpt set-aside"
+    try:
+        hdfs.kill_data_node(1)
+        with pytest.raises(StoreError, match=unknown):
+            plain_state.load(Alone(), impatient, ELEMENTS)
+        hdfs.kill_data_node(0)
+        for place in (impatient, web):
+            with pytest.raises(StoreError, match=unknown):
+                plain_state.load(Alone(), place, ELEMENTS)
+    finally:
+        hdfs.start_data_node(0)
+        hdfs.start_data_node(1)
+        hdfs.wait_for_data_nodes()
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 3
+    _flip(of_manifest[1])
+    for file in of_boxes:
+        os.truncate(file, 100_000)
+    capsys.readouterr()
+    assert plain_state.load(Alone(), folder, ELEMENTS) == 1
+    said = capsys.readouterr().err
+    for path, how in ((manifest, "by their checksums"), (boxes, "as the name node knows")):
+        told = rf"{path.parent} skipped: cannot read {path}.*all 2 replicas of its block at byte 0 are corrupt, {how}"
+        assert re.search(told, said)
+    for path, known in ((boxes, True), (folder / "step_0000001" / "__0_0.distcp", False)):
+        assert (web.store.backend().rot(path.path, OSError()) is not None) == known
+    assert run_ranks(plain_state.load, 2, str(folder), ELEMENTS) == [1, 1]
+    assert main(["ckpt", "verify", str(folder), "--all"]) == 5
+    told = capsys.readouterr().out
+    assert [line.rpartition(": ")[2] for line in told.splitlines() if line[0] != " "] == ["damaged", "damaged", "sound"]
+    assert before <= _files_below(folder), "nothing is removed or written anew"
 
 
 def test_a_name_node_that_comes_back_is_waited_for(hdfs: HdfsCluster, folder: Location) -> None:

@@ -227,6 +227,13 @@ class HdfsCluster:
         time.sleep(1.5 * _METRICS_PERIOD_S)  # until what was just sent is in what they say
         return sum(self._metric(port, "DataNodeActivity", "BytesRead") for port in self._data_http_ports())
 
+    def replicas(self, path: str) -> list[tuple[Path, ...]]:
+        """The files of each block of a file, those of the first data node before those of the second."""
+        with urllib.request.urlopen(f"http://{self.http_address}/webhdfs/v1{path}?op=GET_BLOCK_LOCATIONS") as answer:
+            blocks = json.load(answer)["LocatedBlocks"]["locatedBlocks"]
+        names = [f"blk_{block['block']['blockId']}" for block in blocks]
+        return [tuple(sorted(self.folder.glob(f"data*/current/*/current/finalized/**/{name}"))) for name in names]
+
     def last_words(self) -> str:
         texts = []
         for log in sorted(self.folder.glob("*.log")):

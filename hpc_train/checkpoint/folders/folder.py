@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def _take_name(temporary: Location, final: Location, tell: Callable[[str], None]
     That is set aside until the new one stands, under a name that no save removes, whatever ends this in between.
     """
     is_twice = _is_of_one_start(final, temporary)
-    aside = _name_aside(final)
+    aside = name_aside(final)
     final.rename(aside)
     try:
         temporary.rename(final)
@@ -129,7 +130,8 @@ def _take_name(temporary: Location, final: Location, tell: Callable[[str], None]
         )
 
 
-def _name_aside(final: Location) -> Location:
+def name_aside(final: Location) -> Location:
+    """A name that is free, for what a checkpoint's name is taken from."""
     taken = {entry.name for entry in final.parent.entries()}
     first = f"{final.name}.set-aside"
     names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
@@ -262,11 +264,16 @@ def unread_refusal(path: Location, error: CheckpointError) -> StoreError:
     """Why no older checkpoint is taken for one that a store does not give, and how to take one all the same."""
     told = StoreError(
         f"{path} cannot be read and may be whole, so no older checkpoint is taken in its place (to go on from an older "
-        f"one all the same, move it away): {error}",
+        f"one all the same: {set_aside_command(path)}): {error}",
         error.cause if isinstance(error, StoreError) else None,
     )
     told.reporter = error.reporter
     return told
+
+
+def set_aside_command(path: Location) -> str:
+    """What a user types to take a checkpoint out of a run's way."""
+    return f"hpc-train ckpt set-aside {shlex.quote(str(path))}"
 
 
 def _read_patiently(path: Location, sleep: Callable[[float], None]) -> Manifest:

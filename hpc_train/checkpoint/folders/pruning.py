@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_train.checkpoint.folders.damage import DAMAGED_FILE, damage_found
-from hpc_train.checkpoint.folders.folder import read_committed, remove_checkpoint, steps_newest_first
+from hpc_train.checkpoint.folders.folder import (
+    read_committed,
+    remove_checkpoint,
+    set_aside_command,
+    steps_newest_first,
+)
 from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.cause import StoreError, is_unread
@@ -67,8 +72,8 @@ def _problem(path: Location, progress: Advance | None) -> str | None:
         if is_unread(error):
             cause = error.cause if isinstance(error, StoreError) else None
             raise StoreError(
-                f"nothing is removed, since {path} cannot be read and may be whole (to thin out the others, move "
-                f"it away): {error}",
+                f"nothing is removed, since {path} cannot be read and may be whole (to thin out the others: "
+                f"{set_aside_command(path)}): {error}",
                 cause,
             ) from error
         return str(error)

@@ -54,7 +54,7 @@ def list_checkpoints(root: Location) -> list[Listed]:
     for entry in root.entries():
         step, aside = step_number(entry.name), set_aside_step(entry.name)
         if aside is not None:
-            listed.append(_unusable(root, entry, aside, f"set aside when step {aside} was saved again"))
+            listed.append(_unusable(root, entry, aside, "set aside: no run goes on from it or removes it"))
         elif step is not None:
             listed.append(_look_at(root, entry, step, entry.name == latest))
     return sorted(listed, key=lambda item: (item.step, item.path.name))

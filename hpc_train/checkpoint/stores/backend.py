@@ -99,3 +99,10 @@ class Backend(ABC):
 
     @abstractmethod
     def cause(self, problem: Exception) -> Cause: ...
+
+    def rot(self, path: str, problem: Exception) -> str | None:
+        """In words what of a file that is not given has rotted for good; None where that is not known. Raises nothing.
+
+        Asked where the cause of the problem is of the file.
+        """
+        return None

@@ -113,15 +113,16 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     (
         r"[Cc]hecksum",
-        Cause("the bytes of a block do not have their checksum", True, _TELL_THE_SITE, is_of_file=True, is_damage=True),
+        # Of one replica. Java's client says so, too, where the data nodes of all others are down.
+        Cause("the bytes of a block do not have their checksum", True, _TELL_THE_SITE, is_of_file=True),
     ),
     (
-        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|Not enough active nodes"
+        r"[Bb]locks? (not found|missing)|BlockMissing|BlocksNotFound|DataTransfer|(Not enough|No) active nodes"
         r"|IncompleteRead"  # a data node that breaks off in the middle of an answer over HTTP
         # cited: hdfs-native 0.14, where data nodes die under a file that is written
         r"|All nodes failed for write|Block writer|Failed to (replay packets|complete file|send all packets)"
         r"|No new datanode",
-        # Whether they are away or rotten is not told, so the block is not known to be lost.
+        # Whether they are away or rotten is not told here: `Backend.rot` may know.
         Cause("no data node holds sound bytes of a block, or could take it", True, _TELL_THE_SITE, is_of_file=True),
     ),
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
 from hpc_train.checkpoint.stores.cause import Cause
 from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_native_look import look_for_rot
 from hpc_train.errors import ConfigError
 
 try:
@@ -27,6 +29,18 @@ _CONFIGURATION = {
     "dfs.client.failover.sleep.base.millis": "100",
     "dfs.client.failover.sleep.max.millis": "1000",
 }
+_DATA_NODE = re.compile(
+    r'DatanodeInfoProto \{ id: DatanodeIdProto \{.*?host_name: \\?"([^"\\]*).*?xfer_port: (\d+).*?num_blocks: [^ ]+ \}'
+)
+"""As the client writes one down in its errors, with some twenty figures."""
+
+
+class HdfsReadError(Exception):
+    """Bytes from `start` to `end` of a file did not come."""
+
+    def __init__(self, start: int, end: int, problem: Exception) -> None:
+        super().__init__(_DATA_NODE.sub(r"\1:\2", f"{type(problem).__name__}: {problem}"))
+        self.start, self.end = start, end
 
 
 @contextmanager
@@ -45,12 +59,15 @@ def _python_errors() -> Iterator[None]:
 
 
 class HdfsNativeBackend(Backend):
-    """authority: HOST:PORT of a name node, the name of a service, or "" for what Hadoop's configuration says."""
+    """authority: HOST:PORT of a name node, the name of a service, or "" for what Hadoop's configuration says.
 
-    def __init__(self, authority: str) -> None:
-        url = f"hdfs://{authority}"
-        with connecting(url):
-            self._client: Any = hdfs_native.Client(url if authority else None, _CONFIGURATION)
+    env: this process's environment.
+    """
+
+    def __init__(self, authority: str, env: Mapping[str, str]) -> None:
+        self._url, self._env = f"hdfs://{authority}" if authority else None, env
+        with connecting(f"hdfs://{authority}"):
+            self._client: Any = hdfs_native.Client(self._url, _CONFIGURATION)
 
     def entry(self, path: str) -> Entry | None:
         try:
@@ -99,6 +116,11 @@ class HdfsNativeBackend(Backend):
     def cause(self, problem: Exception) -> Cause:
         return hdfs_cause(f"{type(problem).__name__}: {problem}")
 
+    def rot(self, path: str, problem: Exception) -> str | None:
+        if not isinstance(problem, HdfsReadError):
+            return None
+        return look_for_rot(self._url, _CONFIGURATION, path, problem.start, problem.end, self._env)
+
 
 class _HdfsReader(BackendReader):
     def __init__(self, file: Any) -> None:
@@ -109,7 +131,10 @@ class _HdfsReader(BackendReader):
         wanted = max(0, min(len(buffer), self._num_bytes - start))
         for at in range(0, wanted, _PIECE_BYTES):
             count = min(_PIECE_BYTES, wanted - at)
-            buffer[at : at + count] = self._file.read_range(start + at, count)
+            try:
+                buffer[at : at + count] = self._file.read_range(start + at, count)
+            except Exception as problem:
+                raise HdfsReadError(start + at, start + at + count, problem) from problem
         return wanted
 
     def close(self) -> None:

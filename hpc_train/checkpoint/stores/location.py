@@ -167,8 +167,9 @@ def _local(authority: str) -> Backend:
 
 def _hdfs_native(authority: str) -> Backend:
     from hpc_train.checkpoint.stores.hdfs_native_store import HdfsNativeBackend
+    from hpc_train.cluster.environment import process_env
 
-    return HdfsNativeBackend(authority)
+    return HdfsNativeBackend(authority, process_env())
 
 
 def _libhdfs(authority: str) -> Backend:

@@ -31,6 +31,7 @@ _BLOCK_BYTES = 8 << 20
 _PIECE_BYTES = 16 << 20
 """Read or written by one call, of which who waits sees that it gets on (assumed: calls cost nothing beside it)."""
 _SAY_EVERY_S = 30.0
+_ROT_CURE = "Tell the site, which may have another copy of the file."
 _PANIC = "PanicException"
 """cited: pyo3, whose module pyo3_runtime cannot be imported."""
 _JAVA_STACK = re.compile(r"(\n|\\n)(\t|\\t)at ")
@@ -279,12 +280,19 @@ class Store:
             except (FileNotFoundError, FileExistsError, HpcTrainError):
                 raise
             except Exception as problem:
-                cause, waited_s = self.backend().cause(problem), patience.clock() - start
+                cause = _known_cause(self.backend(), path, problem)
+                waited_s = patience.clock() - start
                 if not cause.may_pass or waited_s + pause_s > patience.total_s:
                     raise self.failure(what, path, problem, cause, waited_s) from problem
             self._say_waiting(what, path, cause)
             patience.sleep(pause_s)
             pause_s = min(2 * pause_s, patience.longest_pause_s)
+
+
+def _known_cause(backend: Backend, path: str, problem: Exception) -> Cause:
+    cause = backend.cause(problem)
+    rot = backend.rot(path, problem) if cause.is_of_file and not cause.is_damage else None
+    return cause if rot is None else Cause(rot, False, _ROT_CURE, is_of_file=True, is_damage=True)
 
 
 class Reader:

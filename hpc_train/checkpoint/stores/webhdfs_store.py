@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
 from hpc_train.checkpoint.stores.cause import Cause, StoreError
 from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_replicas import blocks_of_json, reported_rot
 from hpc_train.errors import ConfigError
 
 # cited: hdfs-default.xml of Hadoop 3, dfs.namenode.http-address and https-address.
@@ -98,6 +99,16 @@ class WebHdfsBackend(Backend):
 
     def cause(self, problem: Exception) -> Cause:
         return hdfs_cause(f"{type(problem).__name__}: {problem}")
+
+    def rot(self, path: str, problem: Exception) -> str | None:
+        # The client of the data node that was asked has reported what it found.
+        try:
+            status = self._ask("GET", path, "GETFILESTATUS")["FileStatus"]
+            located = self._ask("GET", path, "GET_BLOCK_LOCATIONS")
+            blocks = blocks_of_json(located, is_striped="ecBit" in status)
+            return reported_rot(blocks, int(status["replication"]))
+        except (WebHdfsError, http.client.HTTPException, OSError, KeyError, TypeError, ValueError):
+            return None  # an outage, or a gateway that does not tell of blocks
 
     def read(self, path: str, start: int, num_bytes: int) -> bytes:
         """A range of a file, from the data node that the name node sends us to."""

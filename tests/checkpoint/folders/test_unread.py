@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint.folders.folder import newest_step, prune
+from hpc_train.checkpoint.folders.folder import newest_step, prune, read_latest
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE
 from hpc_train.checkpoint.stores.backend import BackendReader
 from hpc_train.checkpoint.stores.cause import StoreError, is_outage, is_unread
@@ -80,7 +81,7 @@ def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(
         plain_state.load(Alone(), root, ELEMENTS)
     told = str(refusal.value)
     assert f"cannot open {path}: {cause}" in told and os.strerror(number) in told
-    assert "no older checkpoint is taken in its place" in told and "move it away" in told
+    assert "no older checkpoint is taken in its place" in told and f"ckpt set-aside {root}/step_0000006)" in told
     assert refusal.value.exit_code == ExitCode.CHECKPOINT and _names(root) == ALL
     if file == MANIFEST_FILE:
         with pytest.raises(StoreError, match="cannot be read and may be whole"):
@@ -115,7 +116,7 @@ def test_a_client_that_fails_in_a_way_of_its_own_has_read_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "unread", "outage"),
     [
-        ("ChecksumException: Checksum error: /f at 512", False, False),
+        ("ChecksumException: Checksum error: /f at 512", True, False),
         ("java.io.IOException: /f is not a directory", False, False),
         ("BlockMissingException: Could not obtain block", True, False),
         ("AccessControlException: Permission denied: user=a", True, False),
@@ -123,10 +124,39 @@ def test_a_client_that_fails_in_a_way_of_its_own_has_read_nothing() -> None:
         ("OSError: Connection refused (os error 111)", True, True),
     ],
 )
-def test_hdfs_has_read_only_what_has_not_its_checksum(words: str, unread: bool, outage: bool) -> None:
-    """A block that no data node has now may be back with one of them."""
+def test_what_a_client_says_of_a_block_is_no_knowledge_of_all_its_replicas(
+    words: str, unread: bool, outage: bool
+) -> None:
+    """One that no data node has now, or of which one replica has rotted, may be back with another."""
     error = StoreError("x", hdfs_cause(words))
     assert (is_unread(error), is_outage(error)) == (unread, outage)
+
+
+def test_what_is_set_aside_is_gone_on_before_until_it_is_put_back(
+    root: Location, refuse: Refuse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the refusal says; nothing of it is read for that."""
+    newest = f"{root}/step_0000006"
+    refuse(f"step_0000006/{MANIFEST_FILE}", errno.EIO)
+    with pytest.raises(StoreError) as refusal:
+        plain_state.load(Alone(), root, ELEMENTS)
+    (words,) = re.findall(r"hpc-train (ckpt set-aside .*?)\)", str(refusal.value))
+    refuse(f"set-aside/{MANIFEST_FILE}", errno.EIO)
+    assert main(words.split()) == 0
+    assert plain_state.load(Alone(), root, ELEMENTS) == 4
+    assert _names(root) == [*ALL[:2], "step_0000006.set-aside"] and read_latest(root) == "step_0000004"
+    prune(root, 4, 1)
+    assert _names(root) == ["step_0000004", "step_0000006.set-aside"]
+    monkeypatch.undo()
+    assert main(["ckpt", "set-aside", f"{newest}.set-aside", "--undo"]) == 0
+    assert plain_state.load(Alone(), root, ELEMENTS) == 6 and read_latest(root) == "step_0000006"
+    capsys.readouterr()
+    for bad, told in (
+        ([newest, "--undo"], "was not set aside"),
+        ([str(root)], "has no checkpoint's name"),
+        ([f"{root}/step_0000009"], "does not exist"),
+    ):
+        assert main(["ckpt", "set-aside", *bad]) == ExitCode.CHECKPOINT and told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", [MANIFEST_FILE, "__0_0.distcp"])
