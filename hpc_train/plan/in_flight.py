@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_train.plan.schedule import Op
-from hpc_train.plan.schedule_orders import Kind, shortened_stage_work
+from hpc_train.plan.schedule_orders import Kind, shortened_work
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def most_in_flight(
         return InFlight((count,), (0,), count * kept_bytes[0])
     forwarded, queued, now = [0] * num_chunks, [0] * num_chunks, 0
     fullest = InFlight(tuple(forwarded), tuple(queued), 0)
-    for action in shortened_stage_work(kind, num_stages, num_micro_batches, num_chunks, stage):
+    for action in shortened_work(kind, num_stages, num_micro_batches, num_chunks)[stage]:
         own = action.model_chunk
         if action.op is Op.F:
             forwarded[own] += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from hpc_train.errors import ConfigError
@@ -130,26 +130,21 @@ def bubble_formula(kind: Kind, num_stages: int, num_micro_batches: int, virtual_
     return idle / (work + idle)
 
 
-def plan_shortened(
+@lru_cache(maxsize=2)
+def shortened_work(
     kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, most_alike: int = MOST_ALIKE
-) -> Schedule:
-    """The plan of `plan_schedule` without what repeats, so that its length does not grow with the micro-batches.
+) -> Sequence[Sequence[Action]]:
+    """F, B and W of each stage without what repeats, so that their number does not grow with the micro-batches.
+
+    With MOST_ALIKE every set of micro-batches that a stage has in work at some moment of the whole plan is there, in
+    the order of their first moments.
 
     most_alike: Groups of micro-batches of one size that are kept.
     """
     check_micro_batches(num_stages, num_micro_batches)
     sizes = _listed(_group_sizes(num_stages, num_micro_batches), most_alike)
-    return _planned(_Orders(num_stages, sizes, virtual_stages, split=kind == "zero_bubble"))
-
-
-def shortened_stage_work(
-    kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int, stage: int
-) -> Sequence[Action]:
-    """F, B and W of one stage of the plan of `plan_shortened`: every set of micro-batches that the stage has in work
-    at some moment of the whole plan is there, in the order of their first moments.
-    """
-    sizes = _listed(_group_sizes(num_stages, num_micro_batches), MOST_ALIKE)
-    return _Orders(num_stages, sizes, virtual_stages, split=kind == "zero_bubble").of_stage(stage)
+    orders = _Orders(num_stages, sizes, virtual_stages, split=kind == "zero_bubble")
+    return StageLists(num_stages, orders.of_stage)
 
 
 def _plan(num_stages: int, num_micro_batches: int, virtual_stages: int, eager: bool, *, split: bool) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_train.plan.play import play
@@ -40,6 +41,47 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         for actions, spans in zip(schedule.actions, played.spans, strict=True)
     )
     return Simulation(played.spans, busy, max(played.ends))
+
+
+def time_of_work(work: Sequence[Sequence[Action]], chunks: Sequence[Sequence[int]], costs: Costs) -> int:
+    """The makespan of the schedule of this work if its messages take no time: that of `simulate`, some 20 times sooner.
+
+    work: the F, B and W of each stage, in an order that does not deadlock.
+    """
+    num_chunks = sum(map(len, chunks))
+    # When F and B of each global chunk were done, by micro-batch; which stage waits for one that is not done yet.
+    done: dict[Op, list[dict[int | None, int]]] = {op: [{} for _ in range(num_chunks)] for op in (Op.F, Op.B)}
+    waiting: dict[tuple[Op, int, int | None], int] = {}
+    clocks, todo = [0] * len(chunks), [iter(actions) for actions in work]
+    heads = [next(actions, None) for actions in todo]
+    ready = list(range(len(chunks)))
+    while ready:
+        stage = ready.pop()
+        action, now, held = heads[stage], clocks[stage], chunks[stage]
+        while action is not None:
+            op, micro_batch = action.op, action.micro_batch
+            if op is Op.W:
+                now += costs(stage, action)
+                action = next(todo[stage], None)
+                continue
+            chunk = held[action.model_chunk]
+            source = chunk - 1 if op is Op.F else chunk + 1
+            if 0 <= source < num_chunks:
+                come = done[op][source].get(micro_batch)
+                if come is None:
+                    waiting[op, source, micro_batch] = stage
+                    break
+                if come > now:
+                    now = come
+            now += costs(stage, action)
+            done[op][chunk][micro_batch] = now
+            if (op, chunk, micro_batch) in waiting:
+                ready.append(waiting.pop((op, chunk, micro_batch)))
+            action = next(todo[stage], None)
+        heads[stage], clocks[stage] = action, now
+    if waiting:
+        raise ValueError("the work deadlocks; check_schedule says where")
+    return max(clocks)
 
 
 def even_costs(

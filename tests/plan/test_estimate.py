@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from hpc_train.plan import estimate
 from hpc_train.plan.estimate import MEGATRON_LM, dp_bytes, estimate_step, pipeline_cost
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule import COMPUTE, Op, Schedule
+from hpc_train.plan.schedule import COMPUTE, Action, Op
 from hpc_train.plan.schedule_orders import bubble_formula, plan_1f1b
 from hpc_train.plan.schedule_steps import Costs
-from hpc_train.plan.simulate import Simulation, even_costs, simulate
+from hpc_train.plan.simulate import even_costs, simulate, time_of_work
 from tests.plan.calibration import RATES, ROWS, Row, error_left_out, fit, modelled_s
 from tests.train.trainers import make_config
 
@@ -66,9 +67,9 @@ def test_of_a_long_zero_bubble_schedule_no_more_than_what_repeats_is_played(
     )
     played: list[int] = []
 
-    def counted(schedule: Schedule, costs: Costs) -> Simulation:
-        played.append(schedule.num_micro_batches)
-        return simulate(schedule, costs)
+    def counted(work: Sequence[Sequence[Action]], chunks: Sequence[Sequence[int]], costs: Costs) -> int:
+        played.append(len({action.micro_batch for action in work[0]}))
+        return time_of_work(work, chunks, costs)
 
     def bubble(num_micro_batches: int) -> float:
         changed = config.model_copy(
@@ -76,7 +77,7 @@ def test_of_a_long_zero_bubble_schedule_no_more_than_what_repeats_is_played(
         )
         return estimate_step(changed, Mesh(pp, 1, 1, 1), MEGATRON_LM).bubble
 
-    monkeypatch.setattr(estimate, "simulate", counted)
+    monkeypatch.setattr(estimate, "time_of_work", counted)
     whole = bubble(count)
     assert played == [count]
     monkeypatch.setattr(estimate, "_MOST_PLAYED", 10 * chunks * pp * pp)

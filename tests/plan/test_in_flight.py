@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.schedule import Op
-from hpc_train.plan.schedule_orders import plan_schedule, plan_shortened, shortened_stage_work
+from hpc_train.plan.schedule_orders import plan_schedule, shortened_work
 
 _SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
@@ -46,6 +46,4 @@ def test_the_fullest_moment_is_that_of_the_plan(kind, stages, more, virtual, kep
 
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 def test_no_more_is_looked_at_for_a_billion_micro_batches_than_for_a_hundred(kind):
-    looked_at = [list(shortened_stage_work(kind, 3, count, 2, 0)) for count in (100, 10**9)]
-    assert looked_at[0] == looked_at[1]
-    assert plan_shortened(kind, 3, 10**9, 2) == plan_shortened(kind, 3, 100, 2)
+    assert shortened_work(kind, 3, 10**9, 2) == shortened_work(kind, 3, 100, 2)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpc_train.plan.schedule import Op, Schedule
+from hpc_train.plan.schedule import COMPUTE, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_1f1b
-from hpc_train.plan.simulate import even_costs, simulate
-from tests.plan.hand_schedules import EVERYTHING_ELSE, INTERLEAVED, ZERO_BUBBLE, written
+from hpc_train.plan.simulate import even_costs, simulate, time_of_work
+from tests.plan.drawn_schedules import sound_schedules
+from tests.plan.hand_schedules import EVERYTHING_ELSE, INTERLEAVED, ZERO_BUBBLE, parse, written
 
 
 def test_two_stages_by_hand():
@@ -70,3 +73,17 @@ def test_a_schedule_that_deadlocks_has_no_time():
 
 def test_nothing_to_do_has_no_bubble():
     assert simulate(Schedule(1, ((0,),), ((),)), even_costs(forward=1, backward=1)).bubble == 0.0
+
+
+@given(sound_schedules(), st.lists(st.integers(0, 9), min_size=18, max_size=18))
+def test_the_time_of_the_work_alone_is_that_of_a_schedule_whose_messages_take_none(schedule, drawn):
+    def costs(stage, action):
+        return drawn[3 * action.model_chunk + 7 * stage % 9 + (action.op is Op.B)] if action.op in COMPUTE else 0
+
+    work = [[action for action in actions if action.op in COMPUTE] for actions in schedule.actions]
+    assert time_of_work(work, schedule.chunks, costs) == simulate(schedule, costs).makespan
+
+
+def test_the_time_of_work_that_deadlocks_is_refused():
+    with pytest.raises(ValueError, match="check_schedule says where"):
+        time_of_work([parse("B0 F0"), parse("F0 B0")], ((0,), (1,)), even_costs(forward=1, backward=1))
