@@ -85,7 +85,7 @@ def advertised_address(
     resolve: Callable[[str], str] = socket.gethostbyname,
     interfaces: Mapping[str, Interface] | None = None,
 ) -> str:
-    """Return the IPv4 address under which rank 0, running here, can be reached by the other nodes.
+    """Return the IPv4 address under which this node can be reached by the other nodes.
 
     Args:
         host: This node's name.
@@ -110,7 +110,7 @@ def advertised_address(
         address = resolve(name)
     except OSError as error:
         raise LaunchError(
-            f"The host name {name} of rank 0 does not resolve on its own node ({error}). Name the interface "
+            f"The host name {name} does not resolve on its own node ({error}). Name the interface "
             "with launch.interface=NAME, or another host name with launch.address_template='{host}...'."
         ) from error
     if num_nodes > 1 and is_loopback(address):

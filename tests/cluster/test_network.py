@@ -83,7 +83,7 @@ def test_a_name_that_does_not_resolve_is_refused() -> None:
     def resolve(name: str) -> str:
         raise OSError("unknown host")
 
-    with pytest.raises(LaunchError, match="n1 of rank 0 does not resolve"):
+    with pytest.raises(LaunchError, match="n1 does not resolve"):
         advertised_address("n1", num_nodes=2, resolve=resolve)
 
 

@@ -236,6 +236,7 @@ def _look_at_nodes(request: Request, job: JobFacts | None, overlap: bool) -> tup
         "token": None,
         "num_nodes": job.num_nodes if job is not None else 1,
         "interface": request.interface,
+        "template": request.template,
         "hdfs": request.hdfs,
         "verbose": request.verbose,
         "watch_s": request.watch_s,

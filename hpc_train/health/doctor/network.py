@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hpc_train.cluster.network import Interface, advertised_address, common_interfaces, match_interfaces
@@ -77,7 +78,7 @@ def common_findings(
 
     Args:
         tables: Interfaces by node, rank 0's node first.
-        addresses: What resolve says of each node's own name on itself.
+        addresses: What resolve says on each node of the name by which it is known.
     """
     hosts = list(tables)
     found = _address_findings(tables, addresses, env, template)
@@ -116,34 +117,30 @@ def _address_findings(
     env: Mapping[str, str],
     template: str | None,
 ) -> list[Finding]:
-    """How rank 0 is reached (FC-12), and names that resolve to loopback on their own node."""
-    hosts = list(tables)
-    first = hosts[0]
+    """How rank 0 is reached, and nodes whose address a run would refuse: all of them look for their own (FC-12)."""
+    first = next(iter(tables))
     found = []
-    try:
-        address = advertised_address(
-            first,
-            env.get("launch.interface"),
-            len(hosts),
-            template=template,
-            resolve=lambda name: _resolved(name, first, addresses),
-            interfaces=tables[first],
-        )
-        found.append(Finding("network.rank0", "ok", f"rank 0 on {first} would be reached at {address}"))
-    except LaunchError as error:
-        cure = "set launch.interface, for example to one of " + _usable(tables[first])
-        found.append(Finding("network.rank0", "error", str(error), cure, (first,)))
-    # A run tells gloo the interface that launch.interface names.
-    for host in hosts if len(hosts) > 1 and not env.get("launch.interface") else []:
-        if addresses[host].startswith("127."):
-            told = f"the host name resolves to {addresses[host]} on its own node: gloo takes its interface by that name"
-            cure = f"set launch.interface={_usable(tables[host])}, or remove {host} from that line of /etc/hosts"
-            found.append(Finding("network.loopback", "warning", told, cure, (host,)))
+    for host, table in tables.items():
+        finding = "network.rank0" if host == first else "network.address"
+        try:
+            address = advertised_address(
+                host,
+                env.get("launch.interface"),
+                len(tables),
+                template=template,
+                resolve=partial(_looked_up, addresses[host]),
+                interfaces=table,
+            )
+        except LaunchError as error:
+            cure = f"set launch.interface, for example to {_usable(table)}"
+            found.append(Finding(finding, "error", str(error), cure, (host,)))
+        else:
+            if host == first:
+                found.append(Finding(finding, "ok", f"rank 0 on {host} would be reached at {address}"))
     return found
 
 
-def _resolved(name: str, host: str, addresses: Mapping[str, str]) -> str:
-    answer = addresses[host] if name == host else resolve(name)
+def _looked_up(answer: str, name: str) -> str:
     if answer.startswith("does not resolve"):
         raise OSError(answer)
     return answer

@@ -30,8 +30,8 @@ MARK = "hpc_train_doctor_node"
 def look_at_node(request: Mapping[str, Any], env: Mapping[str, str], sys_root: str = "/sys") -> dict[str, Any]:
     """Everything of this node, as JSON values.
 
-    request: runs_dir, token (a file that the launching host made, or None), num_nodes, interface, hdfs,
-    verbose, watch_s.
+    request: runs_dir, token (a file that the launching host made, or None), num_nodes, interface, template,
+    hdfs, verbose, watch_s.
     """
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
     machine = read_machine(sys_root)
@@ -55,7 +55,7 @@ def look_at_node(request: Mapping[str, Any], env: Mapping[str, str], sys_root: s
         "host": host,
         "findings": [finding.as_json() for finding in found],
         "interfaces": network.as_json(interfaces),
-        "address": network.resolve(host),
+        "address": network.resolve((request["template"] or "{host}").replace("{host}", host)),
         "python": python,
         "active_ports": sum(port.is_active for port in ports),
         "gpus": len(machine.gpus),

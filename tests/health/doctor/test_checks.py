@@ -110,10 +110,15 @@ def test_a_name_that_means_loopback_stops_a_run_of_several_nodes_only() -> None:
     assert levels(network.common_findings(one, {"n1": "127.0.1.1"}, {}))["network.rank0"] == "ok"
     two = {**one, "n2": table(eth0="10.0.0.2")}
     found = network.common_findings(two, {"n1": "127.0.1.1", "n2": "127.0.1.1"}, {})
-    assert levels(found)["network.rank0"] == "error"
-    assert [finding.hosts for finding in found if finding.id == "network.loopback"] == [("n1",), ("n2",)]
+    assert [(finding.level, *finding.hosts) for finding in found[:2]] == [("error", "n1"), ("error", "n2")]
+    for address in ("127.0.1.1", "does not resolve: unknown"):
+        rank0, other = network.common_findings(two, {"n1": "10.0.0.1", "n2": address}, {})[:2]
+        assert (rank0.level, other.level, other.hosts) == ("ok", "error", ("n2",))
+        assert "launch.interface, for example to eth0" in other.cure
     named = network.common_findings(two, {"n1": "127.0.1.1", "n2": "127.0.1.1"}, {"launch.interface": "eth0"})
-    assert levels(named)["network.rank0"] == "ok" and "network.loopback" not in levels(named)
+    assert "error" not in levels(named).values()
+    by_fabric = network.common_findings(two, {"n1": "10.0.0.1", "n2": "127.0.1.1"}, {}, template="{host}i")
+    assert "The host name n2i resolves to 127.0.1.1" in by_fabric[1].found
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ REQUEST = {
     "token": None,
     "num_nodes": 1,
     "interface": None,
+    "template": None,
     "hdfs": None,
     "verbose": False,
     "watch_s": 0.0,
