@@ -25,6 +25,7 @@ from hpc_train.checkpoint.folders.run_location import CLAIM_FILE, open_location,
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.stores.backend import Entry
 from hpc_train.checkpoint.stores.cause import StoreError
+from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Patience
 from hpc_train.cli import main
@@ -280,6 +281,10 @@ def _files_below(root: Location) -> set[tuple[str, Entry]]:
     return {(step.name, file) for step in root.entries() if step.is_folder for file in (root / step.name).entries()}
 
 
+def _verdicts(told: str) -> list[str]:
+    return re.findall(r"^\S*hdfs://\S+/step_\d+: (.*)$", told, re.MULTILINE)
+
+
 def test_a_block_that_has_rotted_is_passed_over_and_one_whose_data_nodes_are_down_is_not(
     hdfs: HdfsCluster, folder: Location, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,11 +321,20 @@ def test_a_block_that_has_rotted_is_passed_over_and_one_whose_data_nodes_are_dow
         told = rf"{path.parent} skipped: cannot read {path}.*all 2 replicas of its block at byte 0 are corrupt, {how}"
         assert re.search(told, said)
     for path, known in ((boxes, True), (folder / "step_0000001" / "__0_0.distcp", False)):
-        assert (web.store.backend().rot(path.path, OSError()) is not None) == known
+        rot = web.store.backend().rot(path.path, range(9), hdfs_cause("IncompleteRead"))
+        assert (rot is not None and "as the name node knows" in rot) == known
     assert run_ranks(plain_state.load, 2, str(folder), ELEMENTS) == [1, 1]
     assert main(["ckpt", "verify", str(folder), "--all"]) == 5
-    told = capsys.readouterr().out
-    assert [line.rpartition(": ")[2] for line in told.splitlines() if line[0] != " "] == ["damaged", "damaged", "sound"]
+    assert _verdicts(capsys.readouterr().out) == ["damaged", "damaged", "sound"]
+    if libhdfs_skip_reason() is None:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_train", "ckpt", "verify", f"lib{folder}", "--all"],
+            env={**os.environ, **hdfs.libhdfs_environment()},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert _verdicts(done.stdout) == ["damaged", "damaged", "sound"], done.stderr[-2000:]
     assert before <= _files_below(folder), "nothing is removed or written anew"
 
 

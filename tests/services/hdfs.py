@@ -343,6 +343,8 @@ class HdfsCluster:
             "dfs.datanode.directoryscan.interval": -1,
             # Else a data node is passed over while it has twice the mean number of connections.
             "dfs.namenode.replication.considerLoad": "false",
+            # Java's client looks three times for a block, in windows that grow by this; else for 20 s or so.
+            "dfs.client.retry.window.base": 100,
             "dfs.webhdfs.enabled": "true",
             "dfs.permissions.enabled": "true",
         }

@@ -13,8 +13,10 @@ from hpc_train.checkpoint.folders.folder import (
     steps_newest_first,
     write_latest,
 )
+from hpc_train.checkpoint.stores.cause import is_unread
 from hpc_train.checkpoint.stores.location import Location
 from hpc_train.errors import CheckpointError
+from hpc_train.log import warn
 
 
 def set_aside(path: Location) -> Location:
@@ -54,11 +56,14 @@ def _require(path: Location) -> None:
 
 
 def _update_latest(root: Location) -> None:
-    """Have `latest` name the newest checkpoint whose manifest can be read; without one there is no such file."""
+    """Have `latest` name the newest checkpoint that has a manifest; without one there is no such file."""
     for _, path in steps_newest_first(root):
         try:
             read_committed(path)
-        except CheckpointError:
+        except CheckpointError as error:
+            if is_unread(error):  # no answer is waited for once more with each of the others
+                warn(f"{root / LATEST_FILE} is left as it is: {error}")
+                return
             continue
         if read_latest(root) != path.name:
             write_latest(root, path.name)

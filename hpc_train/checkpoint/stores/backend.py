@@ -100,9 +100,9 @@ class Backend(ABC):
     @abstractmethod
     def cause(self, problem: Exception) -> Cause: ...
 
-    def rot(self, path: str, problem: Exception) -> str | None:
-        """In words what of a file that is not given has rotted for good; None where that is not known. Raises nothing.
+    def rot(self, path: str, span: range, cause: Cause) -> str | None:
+        """In words what has rotted for good of a file, whose bytes in `span` were not given for this cause.
 
-        Asked where the cause of the problem is of the file.
+        None where that is not known. Raises nothing.
         """
         return None

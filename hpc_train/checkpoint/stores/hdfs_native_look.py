@@ -21,11 +21,12 @@ _LOG = "off,hdfs_native::hdfs::protocol=debug,hdfs_native::hdfs::block_reader=wa
 _PROGRAM = """\
 import json, sys
 import hdfs_native
-url, settings, path, start, end = json.loads(sys.argv[1])
-client = hdfs_native.Client(url, settings)
+url, path, start, end = json.loads(sys.argv[1])
+client = hdfs_native.Client(url)
 status = client.get_file_info(path)
 print(status.replication, flush=True)
 file = client.read(path)
+end = min(end, len(file))
 while start < end:
     stop = min(end, start - start % status.blocksize + status.blocksize)
     print(f"reading {start} to {stop}", file=sys.stderr, flush=True)
@@ -43,14 +44,12 @@ _BAD_CHECKSUM = "Error occurred while reading from DataNode: ChecksumError"
 _READING = re.compile(r"^reading (\d+) to (\d+)$", re.MULTILINE)
 
 
-def look_for_rot(
-    url: str | None, settings: Mapping[str, str], path: str, start: int, end: int, env: Mapping[str, str]
-) -> str | None:
-    """Read from `start` to `end` in a process of its own: in words the block that has rotted; None if none is known to.
+def look_for_rot(url: str | None, path: str, span: range, env: Mapping[str, str]) -> str | None:
+    """Read the bytes of a span in a process of its own: in words the block that has rotted; None if none is known to.
 
-    url, settings: of the client. env: this process's environment.
+    url: of the client; None: what Hadoop's configuration says. env: this process's environment.
     """
-    asked = json.dumps([url, dict(settings), path, start, end])
+    asked = json.dumps([url, path, span.start, span.stop])
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, asked],

@@ -36,11 +36,10 @@ _DATA_NODE = re.compile(
 
 
 class HdfsReadError(Exception):
-    """Bytes from `start` to `end` of a file did not come."""
+    """Bytes did not come: the client's words, with data nodes by their addresses."""
 
-    def __init__(self, start: int, end: int, problem: Exception) -> None:
+    def __init__(self, problem: Exception) -> None:
         super().__init__(_DATA_NODE.sub(r"\1:\2", f"{type(problem).__name__}: {problem}"))
-        self.start, self.end = start, end
 
 
 @contextmanager
@@ -116,10 +115,8 @@ class HdfsNativeBackend(Backend):
     def cause(self, problem: Exception) -> Cause:
         return hdfs_cause(f"{type(problem).__name__}: {problem}")
 
-    def rot(self, path: str, problem: Exception) -> str | None:
-        if not isinstance(problem, HdfsReadError):
-            return None
-        return look_for_rot(self._url, _CONFIGURATION, path, problem.start, problem.end, self._env)
+    def rot(self, path: str, span: range, cause: Cause) -> str | None:
+        return look_for_rot(self._url, path, span, self._env) if cause.is_of_file else None
 
 
 class _HdfsReader(BackendReader):
@@ -134,7 +131,7 @@ class _HdfsReader(BackendReader):
             try:
                 buffer[at : at + count] = self._file.read_range(start + at, count)
             except Exception as problem:
-                raise HdfsReadError(start + at, start + at + count, problem) from problem
+                raise HdfsReadError(problem) from problem
         return wanted
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
 from hpc_train.checkpoint.stores.cause import Cause
 from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_native_look import look_for_rot
 from hpc_train.cluster.environment import tell_libraries
 from hpc_train.errors import ConfigError
 
@@ -71,6 +72,7 @@ class LibHdfsBackend(Backend):
         # libhdfs looks for both when the JVM starts.
         tell_libraries({"CLASSPATH": env.get("CLASSPATH") or _class_path(env), "LIBHDFS_OPTS": " ".join(options)})
         host, _, port = authority.rpartition(":") if ":" in authority else (authority, "", "0")
+        self._url, self._env = f"hdfs://{authority}" if authority else None, env
         # As many copies of a block as Hadoop's configuration says; pyarrow's default is 3.
         with connecting(f"libhdfs://{authority}"), _with_root_cause():
             self._files: Any = fs.HadoopFileSystem(host or "default", int(port), replication=0)
@@ -138,6 +140,10 @@ class LibHdfsBackend(Backend):
         words = next((f"{name}: {words}" for code, name in _WORDS_OF_ERRNO.items() if code in words), words)
         cause = hdfs_cause(words)
         return _ELSEWHERE if cause == hdfs_cause("") and "[Errno 255]" in words else cause
+
+    def rot(self, path: str, span: range, cause: Cause) -> str | None:
+        # Java does not tell it; hdfs-native may, where that is installed and this HDFS speaks to it.
+        return look_for_rot(self._url, path, span, self._env) if cause.is_of_file or cause is _ELSEWHERE else None
 
 
 class _LibHdfsReader(BackendReader):

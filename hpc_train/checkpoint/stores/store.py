@@ -263,14 +263,14 @@ class Store:
             self._said_at = now
             warn(f"cannot {what} {self.url(path)} yet: {cause.text}; trying for up to {self._patience.total_s:.0f} s")
 
-    def call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
+    def call(self, what: str, path: str, ask: Callable[[Backend], T], span: range | None = None) -> T:
         """As `_call`, for what is more than a look."""
-        value = self._call(what, path, ask)
+        value = self._call(what, path, ask, span)
         self.moved()
         return value
 
-    def _call(self, what: str, path: str, ask: Callable[[Backend], T]) -> T:
-        """Ask, again and again where waiting may help, until it works or patience ends."""
+    def _call(self, what: str, path: str, ask: Callable[[Backend], T], span: range | None = None) -> T:
+        """Ask, again and again where waiting may help, until it works or patience ends. span: bytes that are read."""
         patience = self._patience
         start, pause_s = patience.clock(), patience.first_pause_s
         while True:
@@ -280,19 +280,16 @@ class Store:
             except (FileNotFoundError, FileExistsError, HpcTrainError):
                 raise
             except Exception as problem:
-                cause = _known_cause(self.backend(), path, problem)
+                cause = self.backend().cause(problem)
+                if span is not None and not cause.is_damage:
+                    rot = self.backend().rot(path, span, cause)
+                    cause = cause if rot is None else Cause(rot, False, _ROT_CURE, is_of_file=True, is_damage=True)
                 waited_s = patience.clock() - start
                 if not cause.may_pass or waited_s + pause_s > patience.total_s:
                     raise self.failure(what, path, problem, cause, waited_s) from problem
             self._say_waiting(what, path, cause)
             patience.sleep(pause_s)
             pause_s = min(2 * pause_s, patience.longest_pause_s)
-
-
-def _known_cause(backend: Backend, path: str, problem: Exception) -> Cause:
-    cause = backend.cause(problem)
-    rot = backend.rot(path, problem) if cause.is_of_file and not cause.is_damage else None
-    return cause if rot is None else Cause(rot, False, _ROT_CURE, is_of_file=True, is_damage=True)
 
 
 class Reader:
@@ -326,7 +323,7 @@ class Reader:
                 self._close()
                 raise
 
-        return self._store.call("read", self._path, ask)
+        return self._store.call("read", self._path, ask, range(start, start + len(piece)))
 
     def _close(self) -> None:
         if self._open is not None:

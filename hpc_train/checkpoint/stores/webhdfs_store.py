@@ -100,7 +100,9 @@ class WebHdfsBackend(Backend):
     def cause(self, problem: Exception) -> Cause:
         return hdfs_cause(f"{type(problem).__name__}: {problem}")
 
-    def rot(self, path: str, problem: Exception) -> str | None:
+    def rot(self, path: str, span: range, cause: Cause) -> str | None:
+        if not cause.is_of_file:
+            return None
         # The client of the data node that was asked has reported what it found.
         try:
             status = self._ask("GET", path, "GETFILESTATUS")["FileStatus"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.checkpoint.stores.cause import StoreError, is_unread
+from hpc_train.checkpoint.stores.backend import BackendReader, Buffer
+from hpc_train.checkpoint.stores.cause import Cause, StoreError, is_unread
 from hpc_train.checkpoint.stores.hdfs_causes import hdfs_cause
 from hpc_train.checkpoint.stores.hdfs_native_look import known_rot
 from hpc_train.checkpoint.stores.hdfs_replicas import LocatedBlock, reported_rot
@@ -103,6 +104,13 @@ def test_the_log_of_hdfs_native_tells_rot_where_every_replica_was_read(
     assert known_rot(replication, log) == whole
 
 
+class _NoBytes(BackendReader):
+    def read_into(self, start: int, buffer: Buffer) -> int:
+        raise OSError("BlockMissingException")
+
+    def close(self) -> None: ...
+
+
 class _Rotting(LocalBackend):
     """Says of a block that it is not to be had, and on the `known_at`-th failure that it has rotted."""
 
@@ -110,12 +118,14 @@ class _Rotting(LocalBackend):
         super().__init__()
         self.known_at, self.asked = known_at, 0
 
-    def entry(self, path: str) -> None:
-        raise OSError("BlockMissingException")
+    def open_read(self, path: str) -> BackendReader:
+        return _NoBytes()
 
-    cause = staticmethod(lambda problem: hdfs_cause(str(problem)))  # type: ignore[assignment]
+    def cause(self, problem: Exception) -> Cause:
+        return hdfs_cause(str(problem))
 
-    def rot(self, path: str, problem: Exception) -> str | None:
+    def rot(self, path: str, span: range, cause: Cause) -> str | None:
+        assert (span, cause.is_of_file) == (range(7, 12), True)
         self.asked += 1
         return "all has rotted" if self.asked == self.known_at else None
 
@@ -126,5 +136,6 @@ def test_rot_is_asked_for_at_every_failure_and_not_waited_for(known_at: int | No
     backend, pauses = _Rotting(known_at), list[float]()
     store = Store("hdfs://x", lambda: backend, Patience(3.0, 1.0, 1.0, lambda: sum(pauses), pauses.append))
     with pytest.raises(StoreError, match="all has rotted. Tell the site" if not unread else "no data node") as failure:
-        store.entry("/f")
+        with store.reading("/f") as reader:
+            reader.read_into(7, memoryview(bytearray(5)))
     assert (len(pauses), is_unread(failure.value)) == (slept, unread)
