@@ -118,11 +118,25 @@ def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
     )
 
 
-def allocation_local(num_ranks: int, host: str, num_gpus: int = 0) -> Allocation:
-    """The allocation of one machine without a scheduler."""
+def allocation_local(num_ranks: int, host: str, num_gpus: int = 0, excluded: str | None = None) -> Allocation:
+    """The allocation of one machine without a scheduler. excluded: a host list, of which no other node would be used.
+
+    Raises:
+        ConfigError: the list is none.
+        LaunchError: less than one rank, or the machine is excluded.
+    """
     if num_ranks < 1:
         raise LaunchError(f"{num_ranks} ranks were asked for; at least one is needed.")
-    return Allocation((host,), (num_ranks,), (num_gpus,), None, "this machine")
+    gone = set(hosts_of_setting("fabric.exclude", excluded))
+    if gone & {host, host.partition(".")[0]}:
+        raise LaunchError(
+            f"fabric.exclude={excluded} names {host}, and without a job all ranks are on this machine. Start the run "
+            "in a job, or leave the name out of the list."
+        )
+    warnings: tuple[str, ...] = ()
+    if gone:
+        warnings = (f"fabric.exclude={excluded} has no effect without a job: all ranks are on this machine, {host}",)
+    return Allocation((host,), (num_ranks,), (num_gpus,), None, "this machine", warnings)
 
 
 def gpus_from_scontrol(text: str, nodes: tuple[str, ...]) -> tuple[int, ...]:

@@ -267,7 +267,7 @@ def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> All
 
     Raises:
         ConfigError: on a machine without Slurm, when nothing says how many ranks.
-        LaunchError: Slurm's numbers disagree, or say nothing.
+        LaunchError: Slurm's numbers disagree, or say nothing; this machine is excluded, and there is no job.
     """
     if job is not None:
         return allocation_from_job(job, request.ranks, request.ranks_per_node)
@@ -281,7 +281,7 @@ def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> All
             f"{len(os.sched_getaffinity(0))} CPUs be "
             "used), or set parallel.dp"
         )
-    return allocation_local(ranks, host, len(read_machine().gpus))
+    return allocation_local(ranks, host, len(read_machine().gpus), request.config.fabric.exclude)
 
 
 def rank_environment(

@@ -180,3 +180,14 @@ def test_one_machine_is_an_allocation_of_one_node() -> None:
     assert (found.nodes, found.tasks_per_node, found.job_id, found.num_tasks) == (("here",), (4,), None, 4)
     with pytest.raises(LaunchError):
         allocation_local(0, "here")
+
+
+def test_a_machine_without_a_job_is_refused_where_it_is_excluded_and_other_nodes_are_told_to_be_none_of_it() -> None:
+    for host in ("n7", "n7.centre.example"):
+        with pytest.raises(LaunchError, match=r"fabric.exclude=n\[2,7\] names n7.* Start the run in a job"):
+            allocation_local(1, host, excluded="n[2,7]")
+    (warning,) = allocation_local(1, "here", excluded="n[2,7]").warnings
+    assert "has no effect without a job" in warning
+    assert allocation_local(1, "here").warnings == ()
+    with pytest.raises(ConfigError, match=r"fabric.exclude: The host list"):
+        allocation_local(1, "here", excluded="n[2-")
