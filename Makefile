@@ -5,7 +5,7 @@ PYTHON = $(VENV)/bin/python
 PYTEST_ARGS ?=
 # Most tests wait for processes of theirs; two workers keep two cores busy. A file's tests stay together.
 PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
-TEST_EXTRAS = test,report,local,hdfs
+TEST_EXTRAS = test,report,local,hdfs,s3,sftp
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long lint format docs cluster cluster-stop clean

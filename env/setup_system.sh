@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the Debian or Ubuntu packages that the Slurm, MPI, module, InfiniBand and HDFS tests and `make cluster` need.
+# Install the Debian or Ubuntu packages that the Slurm, MPI, module, InfiniBand, HDFS and SFTP tests and `make cluster` need.
 # Does nothing when they are there. Without root it names the command for an administrator and succeeds:
 # the tests that need the packages are then skipped and counted.
 set -euo pipefail
@@ -9,6 +9,8 @@ packages=(slurm-wlm libpmix-dev munge iproute2 lmod procps libopenmpi3 tcl ibsim
 packages+=(libjersey1-core-java libjersey1-server-java libjersey1-servlet-java libjsr311-api-java)
 # For an HDFS that asks for Kerberos tickets.
 packages+=(krb5-kdc krb5-admin-server krb5-user)
+# A real SFTP server, which is started by the tests alone.
+packages+=(openssh-server)
 
 root=$(dirname "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)")
 

@@ -20,7 +20,7 @@ cpu_index=https://download.pytorch.org/whl/cpu
 
 usage() {
     echo "usage: env/setup_venv.sh [--venv DIR] [--extras NAME,NAME]"
-    echo "extras: local, cuda12, cuda13, debug, hdfs, libhdfs, report, tensorboard, docs, test (setup.cfg says what each is)"
+    echo "extras: local, cuda12, cuda13, debug, hdfs, libhdfs, s3, sftp, report, tensorboard, docs, test (setup.cfg says what each is)"
 }
 say() { printf 'setup_venv: %s\n' "$*"; }
 die() {

@@ -88,10 +88,17 @@ def _hdfs() -> str | None:
     return hdfs.skip_reason()
 
 
+def _sftp() -> str | None:
+    from tests.services import sftp
+
+    return sftp.skip_reason()
+
+
 SERVICES: dict[str, Callable[[], str | None]] = {
     "gpu": _gpu,
     "slurm": _slurm,
     "hdfs": _hdfs,
+    "sftp": _sftp,
     "modules": _modules,
     "mpi": _mpi,
     "mpi_brands": _mpi_brands,

@@ -60,9 +60,7 @@ def create_temporary(
             tell(f"removing {root / leftover.name}, a save that did not complete")
             with suppress(StoreError, OSError):
                 # It loses its name first: whoever still writes there must not commit what is half removed.
-                doomed = root / _temporary_name(match[1])
-                (root / leftover.name).rename(doomed)
-                doomed.remove()
+                (root / leftover.name).discard(root / _temporary_name(match[1]))
     path.make_folder()
     return path
 
@@ -120,9 +118,7 @@ def _take_name(temporary: Location, final: Location, tell: Callable[[str], None]
         raise
     if is_twice:
         with suppress(StoreError, OSError):
-            doomed = final.parent / _temporary_name(final.name)
-            aside.rename(doomed)
-            doomed.remove()
+            aside.discard(final.parent / _temporary_name(final.name))
     else:
         tell(
             f"{final} was there already, and not saved by this start of the run: it is kept as {aside.name}. Look at "
@@ -339,10 +335,7 @@ def _is_sound(path: Location) -> bool:
 
 def remove_checkpoint(path: Location) -> None:
     """Remove a checkpoint: at once for every reader, since it loses its name first."""
-    doomed = path.parent / _temporary_name(path.name)
-    path.rename(doomed)
-    with suppress(StoreError, OSError):
-        doomed.remove()
+    path.discard(path.parent / _temporary_name(path.name))
 
 
 def _temporary_name(name: str) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 
 from hpc_train.checkpoint.format.archive import element_bytes
 from hpc_train.checkpoint.format.stored_boxes import StoredBox, StoredBoxes
+from hpc_train.checkpoint.stores.backend import LAST_FILE
 from hpc_train.checkpoint.stores.location import Location, Place, locate
 from hpc_train.errors import CheckpointError
 from hpc_train.plan.flat import Box
 from hpc_train.plan.json_object import check_kind, parse_object
 
-MANIFEST_FILE = "manifest.json"
+MANIFEST_FILE = LAST_FILE
 FORMAT_VERSION = 2
 """1: an object for each box, and files as an object. 2: the boxes of a tensor in columns, files in a list."""
 _CHECKSUM_KEY = ', "checksum": '

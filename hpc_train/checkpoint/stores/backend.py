@@ -10,6 +10,9 @@ from hpc_train.checkpoint.stores.cause import Cause
 
 Buffer = memoryview
 
+LAST_FILE = "manifest.json"
+"""Written last into a checkpoint: a folder with it is whole."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -52,9 +55,11 @@ class Backend(ABC):
     """One file system, by absolute paths. Raises its own exceptions, and Python's for what is missing or there already.
 
     Nobody but `Store` calls it. moved_at: when a part of a call that may take long was done last, as `Store` has it.
+    has_rename: else files are copied to the new name one by one, `LAST_FILE` last; asked again, it goes on with that.
     """
 
     moved_at = 0.0
+    has_rename = True
 
     def moved(self) -> None:
         """A part of a call is done: who waits for it sees that it gets on."""
@@ -72,7 +77,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """In one step. `Store` has seen that there is no target."""
+        """In one step, or as has_rename says. `Store` has seen that there is no target."""
 
     @abstractmethod
     def replace(self, source: str, target: str) -> None:

@@ -47,6 +47,11 @@ _CANNOT_WRITE_OUT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE,
 _OTHER = Cause("the file system refused", False, "Look at the system's words:")
 
 
+def cause_of_number(problem: Exception) -> Cause | None:
+    """By the number of a system's error."""
+    return _CAUSES.get(getattr(problem, "errno", None) or 0)
+
+
 class LocalBackend(Backend):
     """Python's own file functions, by paths as they are given."""
 
@@ -106,7 +111,7 @@ class LocalBackend(Backend):
         return shutil.disk_usage(place).free
 
     def cause(self, problem: Exception) -> Cause:
-        return _CAUSES.get(getattr(problem, "errno", None) or 0, _OTHER)
+        return cause_of_number(problem) or _OTHER
 
 
 class _LocalReader(BackendReader):

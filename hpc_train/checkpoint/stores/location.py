@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from hpc_train.checkpoint.stores.backend import Backend, Entry
 from hpc_train.checkpoint.stores.caller import Bound
+from hpc_train.checkpoint.stores.fsspec_store import FsspecBackend, require_client
 from hpc_train.checkpoint.stores.store import Patience, Reader, Store, Writer
 from hpc_train.errors import ConfigError
 
@@ -93,6 +94,10 @@ class Location:
     def remove(self) -> None:
         self.store.remove(self.path)
 
+    def discard(self, doomed: Location) -> None:
+        """Remove a folder at once for every reader; doomed: what it is called until all of it is gone."""
+        self.store.discard(self.path, doomed.path)
+
     def flush(self) -> None:
         """Make the names in this folder durable."""
         self.store.flush_folder(self.path)
@@ -130,10 +135,7 @@ def locate(place: Place, patience: Patience | None = None) -> Location:
         return Location(_store("file", "", patience), str(Path(text)))
     scheme, authority, path = match[1].lower(), (match[2] or "/")[1:], match[3]
     if scheme not in _CONNECTORS:
-        raise ConfigError(
-            f"{text}: there is no store for {scheme}:// URLs. Known are "
-            f"{', '.join(f'{name}://' for name in _CONNECTORS)} and plain paths."
-        )
+        require_client(scheme, text)
     if match[2] is None:
         path = f"/{path}"  # file:/scratch, hdfs:/user: the one slash begins the path
     if scheme == "file" and authority not in ("", "localhost"):
@@ -155,6 +157,8 @@ def copy_file(source: Location, target: Location) -> None:
 
 def _store(scheme: str, authority: str, patience: Patience | None) -> Store:
     prefix = "" if scheme == "file" else f"{scheme}://{authority}"
+    if scheme not in _CONNECTORS:
+        return Store(prefix, lambda: FsspecBackend(scheme, authority), patience)
     connect = _CONNECTORS[scheme]
     return Store(prefix, lambda: connect(authority), patience)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
+from hpc_train.checkpoint.stores.backend import LAST_FILE, Backend, BackendReader, BackendWriter, Buffer, Entry
 from hpc_train.checkpoint.stores.caller import Bound, Caller, StoreWait
 from hpc_train.checkpoint.stores.cause import Cause, StoreError, StoreHang
 from hpc_train.errors import HpcTrainError
@@ -132,7 +132,7 @@ class Store:
 
         def call(backend: Backend) -> None:
             nonlocal is_asked
-            if backend.entry(target) is not None:
+            if backend.entry(target) is not None and (backend.has_rename or not is_asked):
                 if is_asked and backend.entry(source) is None:
                     return  # done by an attempt whose answer was lost
                 raise StoreError(f"{self.url(source)} cannot be renamed: {self.url(target)} exists already")
@@ -164,6 +164,19 @@ class Store:
     def remove(self, path: str) -> None:
         """Remove a file, or a folder and all in it; nothing happens where it is missing."""
         self.call("remove", path, lambda backend: backend.remove(path))
+
+    def discard(self, path: str, doomed: str) -> None:
+        """Remove a folder, which loses its name first: at once for every reader. doomed: the name that it has then.
+
+        What cannot be removed is left under that name; where there is no rename, without its manifest.
+        """
+        if self.backend().has_rename:
+            self.rename(path, doomed)
+            path = doomed
+        else:
+            self.remove(posixpath.join(path, LAST_FILE))
+        with suppress(StoreError, OSError):
+            self.remove(path)
 
     def flush_folder(self, path: str) -> None:
         self.call("flush", path, lambda backend: backend.flush_folder(path))

@@ -303,7 +303,6 @@ def test_urls_and_paths_name_places(text: str, shown: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("s3://bucket/run", r"no store for s3:// URLs. Known are file://, hdfs://"),
         ("hdsf://nn/run", r"no store for hdsf://"),
         ("hdfs://nn1:8020", r"has no path; write hdfs://nn1:8020/some/folder"),
         ("hdfs://nn1:8020/", r"has no path"),
