@@ -67,7 +67,7 @@ class Terminal:
 
 def test_ctrl_c_breaks_into_a_rank_that_hangs_and_what_is_typed_there_sets_it_free(tmp_path: Path) -> None:
     plan = FaultPlan().hang(rank=1, step=2).environment()
-    config = write_training_config(tmp_path, launch={"env": {VARIABLE: plan[VARIABLE]}, "timeout_s": 60})
+    config = write_training_config(tmp_path, launch={"env": {VARIABLE: plan[VARIABLE]}, "timeout_s": 600})
     command = [sys.executable, "-m", "hpc_train", "run", str(config), "-n", "2", "--run-dir", str(tmp_path / "run")]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{plan['PYTHONPATH']}:{ROOT}")
     with Terminal([*command, "--debug-rank", "1"], env, tmp_path) as terminal:

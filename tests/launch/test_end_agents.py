@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,7 +81,11 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(("first", "saves"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_ctrl_c_ends_ranks_that_would_save_by_term_and_term_does_not(tmp_path: Path, first: int, saves: bool) -> None:
+def test_ctrl_c_ends_ranks_that_would_save_by_term_and_term_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, saves: bool
+) -> None:
+    """By the first step already: none comes after it."""
+    monkeypatch.setattr(children, "GRACE_S", 3600.0)
     note = tmp_path / "note"
     command = [sys.executable, "-c", _MPIRUN, _RANK, str(note)]
     child = children.start_child(command, {}, stdout=subprocess.PIPE)
@@ -93,9 +96,8 @@ def test_ctrl_c_ends_ranks_that_would_save_by_term_and_term_does_not(tmp_path: P
     if saves:
         (rank,) = children.descendants(child.pid)
         child.send_signal = lambda number: os.kill(rank, number)  # type: ignore[method-assign] - as mpirun passes it on
-    begin = time.monotonic()
     stopper.handle(first, None)
-    child.wait(20)
+    child.wait(60)
     child.stdout.close()
-    assert note.exists() == saves and time.monotonic() - begin < children.GRACE_S
+    assert note.exists() == saves
     assert (stopper.forced is None) == saves

@@ -19,7 +19,7 @@ from tests.launch.fakes import FakeCommands
 from tests.launch.test_batch_script import VALUES
 
 # Ends with the code in the file `code`, or, if there is none, with 10 after USR2; what it caught stands in the file
-# `caught`. It takes a while to set its handlers, as every Python does.
+# `caught`. It takes a while to set its handlers, as every Python does, and as long as there is a file `held` at least.
 DRIVER = """\
 #!{python} -SE
 import os, signal, sys, time
@@ -29,6 +29,8 @@ if os.path.exists(code):
     sys.exit(int(open(code).read()))
 open(os.path.join(here, "started"), "w")
 time.sleep(0.6)
+while os.path.exists(os.path.join(here, "held")):
+    time.sleep(0.02)
 caught = []
 def catch(number, frame):
     caught.append(signal.Signals(number).name[3:])
@@ -111,7 +113,7 @@ def test_a_signal_to_the_shell_reaches_the_driver_and_the_shell_waits_for_its_en
         running.send_signal(signal.SIGUSR2)
     running.communicate(timeout=30)
     assert running.returncode == 10
-    assert job.caught() == [name] if name == "USR2" else [name, "USR2"]
+    assert job.caught() == ([name] if name == "USR2" else [name, "USR2"])
     assert "saved" in job.log()
     assert job.requeued == [["requeue", "31"]]
 
@@ -143,6 +145,7 @@ def test_a_signal_that_comes_too_early_is_kept_for_the_driver(job: BatchJob, whe
 
 def test_the_script_keeps_the_code_of_a_driver_that_a_signal_ended(job: BatchJob) -> None:
     """A second signal while the shell waits, and an end by TERM of a driver that has no handler yet."""
+    (job.folder / "held").touch()
     running = job.start()
     wait_for(job.folder / "started")
     running.send_signal(signal.SIGUSR1)

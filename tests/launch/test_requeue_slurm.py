@@ -26,7 +26,7 @@ def catch(number, frame):
     sys.exit()
 signal.signal(signal.SIGUSR2, catch)
 open(sys.argv[1] + '/ready', 'w').close()
-time.sleep(120)
+time.sleep(180)
 """
 folder = os.environ["HPC_TRAIN_RUN_DIR"]
 restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -38,7 +38,7 @@ if restarts == "0" and "plain" not in folder:
     step = subprocess.Popen(["srun", "--quiet", "-n1", sys.executable, "-c", STEP, folder])
     while not os.path.exists(folder + "/ready"):
         time.sleep(0.05)
-    end = time.monotonic() + 110
+    end = time.monotonic() + 170
     while not caught and step.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(0.5)
@@ -83,6 +83,11 @@ class Submitter:
     def run_dir(self, name: str, job: str) -> Path:
         return self.folder / "the runs" / name / job
 
+    def limit(self, job: str, *, minutes: int) -> None:
+        """Change a job's time limit."""
+        done = self.slurm.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}"])
+        assert done.returncode == 0, done.stderr
+
     def show(self, job: str) -> dict[str, str]:
         text = self.slurm.run(["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
@@ -111,13 +116,16 @@ def test_every_kind_of_job_is_requeued_once_and_by_itself_alone(submitter: Submi
         return job
 
     vias = ("sbatch", "submitit")
-    # Slurm looks at time limits every half minute, so these come first. Then at least a minute and a half is left
-    # before the limit's TERM: in half a minute a busy machine does not always start the driver and its step.
-    to_shell = {submit("shell", via, "time=2", "signal=B:USR2@120") for via in vias}
-    to_steps = submit("steps", "sbatch", "time=2", "signal=USR2@120")
+    # The signal of a job that has not started its step yet would go to nobody.
+    to_shell = {submit("shell", via, "time=20", "signal=B:USR2@180") for via in vias}
+    to_steps = submit("steps", "sbatch", "time=20", "signal=USR2@180")
     for via in vias:
         submit("plain", via)
         submit("plain", via, "array=0-1")
+    for job in (*to_shell, to_steps):
+        wait_for(f"the step of job {job}", (runs[job] / "ready").exists)
+        # Slurm looks at time limits every half minute, and sends the signal then: the limit is less than 180 s away.
+        submitter.limit(job, minutes=3)
     for job, folder in runs.items():
         wait_for(f"two starts of job {job}", lambda f=folder: len(lines_of(f / "starts")) >= 2)
     wait_for("the ends", lambda: {submitter.show(job)["JobState"] for job in runs} == {"COMPLETED"})

@@ -96,7 +96,7 @@ def test_old_environments_and_leftovers_of_killed_jobs_go_and_those_in_use_stay(
     lines = [
         f"install -d -m 700 {FOLDER}",
         f"cd {FOLDER}; mkdir env-old .new-killed env-used env-fresh",
-        f"cp {sleeper} env-used/; setsid env-used/sleep 60 >/dev/null 2>&1 & touch -d '3 hours ago' {FOLDER}/*old",
+        f"cp {sleeper} env-used/; setsid env-used/sleep 600 >/dev/null 2>&1 & touch -d '3 hours ago' {FOLDER}/*old",
         f"touch -d '3 hours ago' {FOLDER}/.new-killed {FOLDER}/env-used",
     ]
     slurm.run(["bash", "-c", "\n".join(lines)], host="n1")

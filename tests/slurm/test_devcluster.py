@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,9 @@ def test_names_resolve_and_ports_are_reached_between_nodes(slurm: SlurmCluster) 
 
 def test_gpus_that_were_asked_for_are_visible_and_no_others(slurm: SlurmCluster) -> None:
     show = ["sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES $SLURM_GPUS_ON_NODE"]
-    assert lines(slurm.run(["srun", "-N2", "--gres=gpu:2", *show])) == ["n1 0,1 2", "n2 0,1 2"]
-    assert lines(slurm.run(["srun", "-N1", "--gpus-per-node=8", *show])) == ["n1 0,1,2,3,4,5,6,7 8"]
+    # By name: a node may still be busy with the end of the step before.
+    assert lines(slurm.run(["srun", "-w", "n1,n2", "--gres=gpu:2", *show])) == ["n1 0,1 2", "n2 0,1 2"]
+    assert lines(slurm.run(["srun", "-w", "n1", "--gpus-per-node=8", *show])) == ["n1 0,1,2,3,4,5,6,7 8"]
     assert slurm.run(["srun", "-N1", "--gres=gpu:9", "true"]).returncode != 0
 
 
@@ -127,9 +130,12 @@ def test_a_job_in_main_preempts_one_in_low_whose_steps_are_told_at_once(slurm: S
     (low,) = lines(slurm.run([*batch, "-p", "low", "-N8", "--wrap", f"srun -N1 -n1 {step}"]))
     wait_for(told.exists, "start of the low job")
     lines(slurm.run([*batch, "-N1", "--wrap", "true"]))
+    wait_for(lambda: told.read_text() == "TERM\n", "TERM in the step of the low job")
     # The job itself leaves at the end of its grace time, in 10 to 15 s, which we do not wait for.
-    wait_for(lambda: told.read_text() == "TERM\n", "TERM in the step of the low job", 10)
-    assert "PreemptTime=2" in slurm.run(["scontrol", "show", "job", low]).stdout
+    shown = slurm.run(["scontrol", "show", "job", low]).stdout
+    preempted = re.search(r"PreemptTime=(2\S+)", shown)
+    assert preempted is not None, shown
+    assert told.stat().st_mtime - datetime.fromisoformat(preempted[1]).timestamp() < 10
 
 
 def test_clear_ends_jobs_and_what_left_its_session_and_empties_shared_memory(slurm: SlurmCluster) -> None:
@@ -149,46 +155,51 @@ def test_clear_ends_jobs_and_what_left_its_session_and_empties_shared_memory(slu
 
 def test_a_pulled_cable_cuts_a_node_off_until_it_is_put_back(slurm: SlurmCluster) -> None:
     reach = ["timeout", "1", "bash", "-c", ": < /dev/tcp/n6/6818"]
-    assert slurm.run(reach, host="n5").returncode == 0
+    wait_for(lambda: slurm.run(reach, host="n5").returncode == 0, "answer from n6")
     assert slurm.command("link", "n6", "down").returncode == 0
     try:
         assert slurm.run(reach, host="n5").returncode != 0
         assert slurm.status()["nodes"][5]["link"] == "down"
     finally:
         slurm.command("link", "n6", "up")
-    wait_for(lambda: slurm.run(reach, host="n5").returncode == 0, "answer from n6", 10)
+    wait_for(lambda: slurm.run(reach, host="n5").returncode == 0, "answer from n6")
 
 
 def test_a_shaped_node_is_as_slow_as_asked(slurm: SlurmCluster) -> None:
     fetch = (
         "import socket, sys, time\n"
-        "with socket.create_connection((sys.argv[1], 9999), 5) as link:\n"
+        "for _ in range(20):\n"
         "    begin, received = time.monotonic(), 0\n"
-        "    while data := link.recv(1 << 16): received += len(data)\n"
-        "print(received / (time.monotonic() - begin))\n"
+        "    with socket.create_connection((sys.argv[1], 9999), 60) as link:\n"
+        "        while data := link.recv(1 << 16): received += len(data)\n"
+        "    rate = received / (time.monotonic() - begin)\n"
+        "    print(rate)\n"
+        "    if rate > float(sys.argv[2]): break\n"
     )
     serve = (
         "import socket\n"
         "with socket.create_server(('', 9999)) as server:\n"
         "    print(flush=True)\n"
-        "    for _ in range(2): link = server.accept()[0]; link.sendall(bytes(2_000_000)); link.close()\n"
+        "    while True: link = server.accept()[0]; link.sendall(bytes(2_000_000)); link.close()\n"
     )
     arguments = ["exec", "--name", slurm.name, "--host", "n7", "--", sys.executable, "-c", serve]
     with subprocess.Popen([sys.executable, DEVCLUSTER, *arguments], stdout=subprocess.PIPE) as server:
         try:
             server.stdout.readline()
             rates = []
-            for options in (["--rate", "40mbit"], ["--off"]):
+            for options, wanted in ((["--rate", "40mbit"], 4e6), (["--off"], 16e6)):
                 assert slurm.command("shape", "n7", *options).returncode == 0
-                rates.append(float(slurm.run([sys.executable, "-c", fetch, "n7"], host="n8").stdout))
+                fetched = slurm.run([sys.executable, "-c", fetch, "n7", str(wanted)], host="n8").stdout
+                rates.append(max(map(float, fetched.split())))
                 shaped = slurm.status()["nodes"][6]["link"]
                 assert shaped == ("up, shaped" if options != ["--off"] else "up")
         finally:
             slurm.command("shape", "n7", "--off")
             server.kill()
-    # 40 Mbit/s are 5 MB/s, of which headers take 4 %; the first 64 kB pass unhindered.
+    # 40 Mbit/s are 5 MB/s, of which headers take 4 %; the first 64 kB pass unhindered. The best of some: what takes
+    # part in a fetch may have to wait for a processor.
     assert 4e6 < rates[0] < 5.5e6
-    assert rates[1] > 4 * rates[0]
+    assert rates[1] > 16e6
 
 
 def test_unknown_hosts_and_a_cluster_that_is_not_there_are_named(slurm: SlurmCluster) -> None:
@@ -262,8 +273,9 @@ def test_a_cluster_with_killed_daemons_is_seen_and_made_anew(other: SlurmCluster
         folder = Path(other.conf).parent
         for pid_file in (folder / "slurmctld.pid", folder / "nodes" / "n2" / "slurmd.pid"):
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
-        wait_for(lambda: other.status()["status"] == "broken", "broken status", 5)
-        assert other.status()["problems"] == ["slurmctld is not running", "n2 is not running"]
+        problems = ["slurmctld is not running", "n2 is not running"]
+        wait_for(lambda: other.status()["problems"] == problems, "problems of both")
+        assert other.status()["status"] == "broken"
         assert other.command("status").returncode == 3
         assert "slurmctld is not running" in other.command("clear").stderr
         started = other.command("start", "--nodes", "2", "--gpus", "1")
@@ -276,7 +288,7 @@ def test_a_start_that_was_killed_in_the_middle_is_seen_and_removed(other: SlurmC
     start = subprocess.Popen(
         [sys.executable, DEVCLUSTER, "start", "--name", other.name, "--nodes", "2"], stdout=subprocess.DEVNULL
     )
-    wait_for(lambda: traces(other.name), "trace of a start", 10)
+    wait_for(lambda: traces(other.name), "trace of a start")
     start.kill()
     start.wait()
     assert other.status()["status"] == "broken"
@@ -289,9 +301,9 @@ def test_a_start_that_is_asked_to_end_removes_what_it_made(other: SlurmCluster) 
     start = subprocess.Popen(
         [sys.executable, DEVCLUSTER, "start", "--name", other.name, "--nodes", "2"], stdout=subprocess.DEVNULL
     )
-    wait_for(lambda: traces(other.name), "trace of a start", 10)
+    wait_for(lambda: traces(other.name), "trace of a start")
     start.terminate()
-    assert start.wait(20) == 128 + signal.SIGTERM
+    assert start.wait(60) == 128 + signal.SIGTERM
     assert traces(other.name) == []
 
 

@@ -13,14 +13,18 @@ from typing import Any
 import yaml
 
 from tests.faults.plan import VARIABLE, FaultPlan
-from tests.train.runs import write_config, write_corpus
+from tests.train.runs import last_step, whole_lines, write_config, write_corpus
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Interruption:
-    """What is done to a run, and after which of its steps. `act` gets Slurm's name of the job (`12` or `12_1`)."""
+    """What is done to a run, and after which of its steps. `act` gets Slurm's name of the job (`12` or `12_1`).
+
+    Each one waits until the start that followed on the one before has taken a step: a job that is on its way back into
+    the queue gets no signal.
+    """
 
     step: int
     act: Callable[[str], object]
@@ -37,6 +41,7 @@ class Case:
     flags: Sequence[str] = ()
     overrides: Sequence[str] = ()
     interruptions: list[Interruption] = field(default_factory=list)
+    num_interrupted: int = 0
     job: str = ""
     folder: Path = Path()
     others: list[Path] = field(default_factory=list)
@@ -48,14 +53,20 @@ class Case:
             return {}
 
     def attempts(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "attempts.jsonl").read_text().splitlines()]
+        return whole_lines(self.folder / "attempts.jsonl")
 
     def last_step(self) -> int:
-        try:
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-            return int(json.loads(lines[-1])["step"]) if lines else 0
-        except (OSError, ValueError):
-            return 0
+        return last_step(self.folder)
+
+    def is_due(self) -> bool:
+        """Whether the next interruption is to come now."""
+        if not self.interruptions or len(starts := self.attempts()) <= self.num_interrupted:
+            return False
+        return self.last_step() >= max(self.interruptions[0].step, (starts[-1]["saved_step"] or 0) + 1)
+
+    def interrupt(self) -> None:
+        self.num_interrupted += 1
+        self.interruptions.pop(0).act(self.job)
 
     def log(self) -> str:
         texts = [path.read_text() for path in sorted((self.folder / "logs").glob("*.log"))]
@@ -125,6 +136,6 @@ class Centre:
         while not all(case.is_over() for case in cases):
             assert time.monotonic() < deadline, "\n".join(case.log() for case in cases if not case.is_over())
             for case in cases:
-                if case.interruptions and case.last_step() >= case.interruptions[0].step:
-                    case.interruptions.pop(0).act(case.job)
+                if case.is_due():
+                    case.interrupt()
             time.sleep(0.3)

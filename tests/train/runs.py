@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -54,6 +55,18 @@ def hpc_train(
     """Run `python -m hpc_train ARGS` to its end."""
     command = [sys.executable, "-m", "hpc_train", *map(str, args)]
     return run_tree(command, env=mpi_environment(env), timeout_s=timeout_s, cwd=cwd)
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """What a file of JSON lines has, which may be being written to: without a last line that has not ended yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step with figures in a run's folder; 0 where there is none."""
+    lines = whole_lines(run_dir / "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:

@@ -9,12 +9,15 @@ import re
 import shutil
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_train.checkpoint.copies.local_folder import folder_of_run
+from hpc_train.checkpoint.copies.local_parts import sound_parts
 from tests.faults.plan import FaultPlan
 from tests.train.requeued import Case, Centre, Interruption
 from tests.train.runs import hpc_train, metrics
@@ -31,7 +34,7 @@ class _Kill:
     def __init__(self, centre: Centre, disks: Path, case: Callable[[], Case], lost: Callable[[list[int]], list[int]]):
         """lost: by the nodes' keepers, which nodes lose their disks."""
         self._centre, self._disks, self._case, self._lost = centre, disks, case, lost
-        self.last_step, self.at = 0, 0.0
+        self.last_step, self.whole_step, self.at = 0, 0, 0.0
 
     def __call__(self, job: str) -> None:
         case, random_ = self._case(), random.Random()
@@ -48,6 +51,18 @@ class _Kill:
         for node in self._lost(holders):
             (disk,) = (self._disks / f"n{node + 1}").iterdir()
             shutil.rmtree(disk)
+        self.whole_step = self._newest_whole(case)
+        if not case.interruptions:
+            (case.folder / "go_on").touch()
+
+    def _newest_whole(self, case: Case) -> int:
+        """The last step of which the disks have the parts of all nodes."""
+        nodes_of = defaultdict[int, set[int]](set)
+        for disk in self._disks.iterdir():
+            if (folder := folder_of_run(str(disk), case.folder, {})).is_dir():
+                for record in sound_parts(folder)[0]:
+                    nodes_of[record.name.step].add(record.name.node)
+        return max((step for step, nodes in nodes_of.items() if len(nodes) == case.num_nodes), default=0)
 
     def _ranks(self) -> list[int]:
         found = []
@@ -71,7 +86,8 @@ def _run(centre: Centre, num_nodes: int, steps: int, lost: list[Callable[[list[i
     words = ["run", str(centre.folder / "config.yaml"), "-n", str(num_nodes), "--run-dir", str(centre.folder / "alone")]
     alone = hpc_train([*words, f"checkpoint.every={EVERY}"])
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    centre.prepare(FaultPlan().slow(300), **rows)
+    # The last step waits for the last kill.
+    centre.prepare(FaultPlan().slow(300).hang(rank=0, step=steps), **rows)
     disks = centre.folder / "disks"
     for node in range(1, num_nodes + 1):
         (disks / f"n{node}").mkdir(parents=True)
@@ -118,11 +134,11 @@ def _both(holders: list[int]) -> list[int]:
 
 
 def _check(resumed: list[tuple[str, int, _Kill]], base: Path, lost: list[Callable[[list[int]], list[int]]]) -> None:
-    """Each start went on from the disks, at the last step or nearly, or from the store where both copies were gone."""
+    """Each start went on from the last step that is whole on the disks, or from the store if both copies are gone."""
     for (path, step, kill), which in zip(resumed, lost, strict=True):
-        seen = (path, step, kill.last_step)
+        seen = (path, step, kill.whole_step, kill.last_step)
         if which is not _both:
-            assert path.startswith(f"{base}/disks/n1/") and step >= kill.last_step - 2, seen
+            assert path.startswith(f"{base}/disks/n1/") and step == kill.whole_step > 0, seen
         else:
             assert path.endswith(f"/checkpoints/step_{step:07d}") and path.startswith(f"{base}/runs/copied/"), seen
             assert step % EVERY == 0 and kill.last_step - EVERY - 1 <= step <= kill.last_step + 1, seen

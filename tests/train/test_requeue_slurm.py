@@ -77,12 +77,10 @@ def test_usr2_requeues_a_job_or_one_task_of_an_array_which_goes_on_bit_for_bit(c
     assert metrics(other.folder) == alone
     assert (stuck.outcome()["outcome"], stuck.outcome()["exit_code"]) == ("no progress", 12), stuck.log()
     assert len(stuck.attempts()) == 2
-    deadline = time.monotonic() + 5.0
-    while centre.processes():
-        assert time.monotonic() < deadline, f"left behind (FC-39): {centre.processes()}"
+    deadline = time.monotonic() + 60.0
+    while centre.processes() or centre.queue():  # a job that comes back is in it all the time
+        assert time.monotonic() < deadline, f"left behind (FC-39): {centre.processes()} {centre.queue()}"
         time.sleep(0.2)
-    time.sleep(3.0)
-    assert centre.queue() == ""
 
 
 def _preempt(centre: Centre) -> Any:

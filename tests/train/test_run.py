@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -137,10 +136,9 @@ def test_a_mesh_of_all_axes_trains_as_one_rank_and_resumes_to_the_bit(folder):
 
 
 def test_a_rank_that_raises_ends_the_job_in_seconds_with_its_error_first(folder):
-    write_config(folder, steps=100000)
-    start = time.monotonic()
+    """And not when the other rank has waited for it for launch.timeout_s, which takes longer than this test may."""
+    write_config(folder, steps=100000, launch={"timeout_s": 600})
     result = _run(folder, faults=FaultPlan().fail(rank=1, step=3))
-    assert time.monotonic() - start < 60
     assert result.returncode == ExitCode.INTERNAL
     record = json.loads((folder / "run/failure.json").read_text())
     assert (record["rank"], record["exit_code"]) == (1, 1)
