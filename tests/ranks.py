@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_pipes
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -178,6 +178,12 @@ class _Member:
     pipe: Connection
     stack_file: Path
 
+    def has_shown_stack(self) -> bool:
+        """Or has ended: faulthandler ends it with the frame that all else was called from."""
+        return not self.process.is_alive() or (
+            self.stack_file.exists() and "in _rank_main\n" in self.stack_file.read_text()
+        )
+
 
 def _start(job: _Job) -> _Member:
     ours, theirs = _context.Pipe()
@@ -207,7 +213,7 @@ def _collect(members: Sequence[_Member], deadline: float, timeout_s: float) -> l
     results: dict[int, Any] = {}
     waiting = {member.pipe: member for member in members}
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait_for_pipes(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             left = sorted(member.rank for member in waiting.values())
             raise RankFailed(_stacks(members, f"ranks {left} of {len(members)} did not end within {timeout_s:g} s"))
@@ -235,7 +241,9 @@ def _stacks(members: Sequence[_Member], problem: str) -> str:
         if member.process.is_alive() and member.process.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 5.0
+    while not all(member.has_shown_stack() for member in members) and time.monotonic() < deadline:
+        time.sleep(0.05)
     lines = [problem]
     for member in members:
         stack = member.stack_file.read_text() if member.stack_file.exists() else ""
@@ -320,7 +328,7 @@ def run_mpi(
     script_or_args: str | Path | Sequence[str | Path],
     num_ranks: int,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     cwd: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script, or `python` with these arguments, on `num_ranks` ranks under mpirun.

@@ -26,13 +26,13 @@ def connect(theirs: Callable[[str, int], object], key: str) -> tuple[Channel | N
         caller = threading.Thread(target=lambda: results.append(theirs("127.0.0.1", port)))
         caller.start()
         channel = answer(listener.accept()[0], key)
-        caller.join(timeout=10)
+        caller.join(timeout=60)
     return channel, results[0] if results else None
 
 
 def test_two_that_hold_the_key_exchange_messages_until_one_closes() -> None:
     key = new_key()
-    driver, rank = connect(lambda address, port: call(address, port, key, timeout_s=5), key)
+    driver, rank = connect(lambda address, port: call(address, port, key, timeout_s=60), key)
     assert driver is not None
     assert isinstance(rank, Channel)
     driver.send(LINE, "p größe\n".encode())
@@ -53,7 +53,7 @@ def test_two_that_hold_the_key_exchange_messages_until_one_closes() -> None:
 def test_a_caller_without_the_key_is_refused_and_learns_nothing() -> None:
     def wrong(address: str, port: int) -> object:
         with pytest.raises(OSError):
-            call(address, port, new_key(), timeout_s=5)
+            call(address, port, new_key(), timeout_s=60)
         return "refused"
 
     assert connect(wrong, new_key()) == (None, "refused")
@@ -81,7 +81,7 @@ def test_a_listener_without_the_key_is_refused_by_the_caller() -> None:
         pretender = threading.Thread(target=pretend)
         pretender.start()
         with pytest.raises(ConnectionRefusedError, match="does not hold this run's key"):
-            call("127.0.0.1", listener.getsockname()[1], new_key(), timeout_s=5)
+            call("127.0.0.1", listener.getsockname()[1], new_key(), timeout_s=60)
         pretender.join()
 
 

@@ -15,6 +15,7 @@ from hpc_train.cluster.situation import RankHint
 from hpc_train.comm.bootstrap import bootstrap
 from hpc_train.comm.mpi import check_world, load_mpi
 from hpc_train.errors import ExitCode, LaunchError
+from tests.ports import unused_ports
 from tests.ranks import run_mpi
 
 PROGRAM = Path(__file__).with_name("bootstrap_program.py")
@@ -136,7 +137,7 @@ def test_an_uncaught_error_on_one_rank_ends_all_in_seconds_with_its_code(raised,
         f"if world.rank == 1: raise {raised}\n"
         "dist.all_reduce(torch.ones(1)); world.control.barrier()\n"
     )
-    result = run_mpi([script], 2, timeout_s=60)
+    result = run_mpi([script], 2)
     assert result.returncode == code
     assert f"{raised[: raised.index('(')]}: x\n" in result.stderr
 
@@ -163,7 +164,7 @@ def test_ranks_that_ask_for_different_layouts_or_do_not_come_are_told(tmp_path):
         "tell()\n"
         "os._exit(0)\n"
     )
-    result = run_mpi([script], 2, timeout_s=120)
+    result = run_mpi([script], 2)
     told = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     for rank in (0, 1):
         assert told[rank][0][0] == "LaunchError"
@@ -215,11 +216,7 @@ def test_one_process_on_purpose_is_a_world():
 
 def test_torchruns_variables_become_a_world():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = unused_ports(1)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(

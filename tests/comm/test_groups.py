@@ -147,14 +147,12 @@ def test_groups_of_one_and_of_all_ranks_cost_nothing(store: Any) -> None:
 def _differ(me: TestRank, port: int) -> str:
     mesh = Mesh(pp=1, dp=2, cp=1, tp=2) if me.rank != 2 else Mesh(pp=1, dp=1, cp=2, tp=2)
     world = _join(me, port)
-    before = time.monotonic()
     with pytest.raises(
         LaunchError, match="1 of 4 ranks would make other groups than rank 0, the first of them rank 2"
     ) as caught:
         build_groups(world, GroupPlan(mesh))
     with pytest.raises(LaunchError, match="pp 1 x dp 1 x cp 1 x tp 2 = 2 ranks, but there are 4"):
         build_groups(world, GroupPlan(Mesh(pp=1, dp=1, cp=1, tp=2)))
-    assert time.monotonic() - before < 20
     return str(caught.value.reporter)
 
 

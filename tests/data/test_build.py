@@ -446,13 +446,18 @@ def test_a_terminated_build_removes_its_files_and_workers(running_build):
 def test_workers_see_no_launcher_variables(running_build):
     """FC-72: a worker that took itself for a rank would abort in MPI's initialisation."""
     process, _ = running_build
-    # A child that has not come to its exec yet still shows its parent's.
-    while any(b"go.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(process.pid)):
-        time.sleep(0.02)
     for pid in children_of(process.pid):
-        names = {entry.partition("=")[0] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")}
-        assert "PATH" in names
+        # A child that has not come to its exec yet still shows its parent's, and none in the middle of it.
+        while b"go.py" in (command := Path(f"/proc/{pid}/cmdline").read_bytes()) or not command:
+            time.sleep(0.02)
+        while "PATH" not in (names := environment_of(pid)):
+            time.sleep(0.02)
         assert not names & set(LAUNCHER_VARIABLES)
+
+
+def environment_of(pid: int) -> set[str]:
+    """The names in it."""
+    return {entry.partition("=")[0] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")}
 
 
 def inherited() -> dict[str, str]:

@@ -68,7 +68,7 @@ def all_steps(sources: list[AgentBatches], numbers: range) -> list[list[list[Bat
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)

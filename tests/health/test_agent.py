@@ -85,13 +85,13 @@ def test_noise_does_no_harm(agent: RunningAgent) -> None:
 
 def test_it_ends_when_told_to(agent: RunningAgent) -> None:
     assert agent.ask({"say": "stop"}) == {"ok": True}
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=60) == 0
     assert agent.ask({"say": "status"}) is None
 
 
 def test_it_ends_on_int(agent: RunningAgent) -> None:
     agent.process.send_signal(signal.SIGINT)
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=60) == 0
     assert "ends: SIGINT" in agent.log.read_text()
 
 
@@ -106,7 +106,7 @@ def test_what_asks_the_ranks_to_save_and_end_does_not_end_it(agent: RunningAgent
 def test_it_ends_when_the_driver_closes_its_end(agent: RunningAgent) -> None:
     assert agent.process.stdin is not None
     agent.process.stdin.close()
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=60) == 0
     assert "the driver has ended" in agent.log.read_text()
 
 

@@ -192,7 +192,7 @@ def copy_python(folder: Path) -> Path:
 def _call(command: list[str | Path], env: Mapping[str, str] | None = None) -> str:
     ours = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        command, env={**ours, **(env or {})}, capture_output=True, text=True, timeout=110, check=False
+        command, env={**ours, **(env or {})}, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

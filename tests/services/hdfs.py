@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from tests.ports import unused_ports
 from tests.processes import die_with_parent
 
 HADOOP_JARS = Path(sys.prefix) / "opt" / "hadoop"
@@ -124,7 +125,7 @@ class HdfsCluster:
         java = find_java()
         assert java is not None, "no Java: mark the test `hdfs`"
         self._java = java
-        self._ports = _free_ports(2)
+        self._ports = unused_ports(2)
         self.folder = Path(tempfile.mkdtemp(prefix="hdfs-"))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -368,14 +369,3 @@ def _xml(settings: dict) -> str:
         for name, value in settings.items()
     ]
     return "\n".join(["<configuration>", *lines, "</configuration>", ""])
-
-
-def _free_ports(count: int) -> list[int]:
-    held = []
-    for _ in range(count):
-        held.append(socket.socket())
-        held[-1].bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
-        sock.close()
-    return ports

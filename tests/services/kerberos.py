@@ -10,8 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.ports import unused_ports
 from tests.processes import die_with_parent
-from tests.services.hdfs import HdfsCluster, _free_ports
+from tests.services.hdfs import HdfsCluster
 
 REALM = "HPC.TEST"
 _PROGRAMS = ("krb5kdc", "kdb5_util", "kadmin.local", "kinit")
@@ -30,7 +31,7 @@ class Kdc:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kdc-"))
-        (self._port,) = _free_ports(1)
+        (self._port,) = unused_ports(1)
         self.conf = self.folder / "krb5.conf"
         self.conf.write_text(_CONF.format(realm=REALM, port=self._port))
         (self.folder / "kdc.conf").write_text(_KDC_CONF.format(realm=REALM, port=self._port, folder=self.folder))

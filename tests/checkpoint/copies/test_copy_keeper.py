@@ -84,7 +84,7 @@ def disk_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def write_parts(folder: Any, parts: Any, flow: Flow, log: Any) -> Any:
         if ".step_0000001." in str(folder):
-            goes_on.wait(30.0)
+            goes_on.wait()
         return real(folder, parts, flow, log)
 
     monkeypatch.setattr(copy_keeper, "write_parts", write_parts)
@@ -186,10 +186,9 @@ def test_an_agent_ends_although_a_copy_hangs_and_after_one_that_does_not(
     assert node.parts() == [7]
     monkeypatch.setattr(copy_keeper, "SILENCE_S", 0.3)
     (tmp_path / "hangs").mkdir()
-    begin = time.monotonic()
     with _node(tmp_path / "hangs") as node:
         node.begin_copy("0a1", 1)
-    assert time.monotonic() - begin < 10.0 and not disk_hangs.is_set()
+    assert not disk_hangs.is_set()
 
 
 def test_a_copy_that_has_lost_its_use_is_not_kept_and_no_more_are(tmp_path: Path) -> None:

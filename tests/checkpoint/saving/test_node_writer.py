@@ -47,7 +47,7 @@ def _begin(ranks: list[NodeRank], token: str, step: int) -> None:
 
 
 def _eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)
