@@ -278,7 +278,8 @@ class HdfsCluster:
         opened = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in _OPENED]
         opened += ["--add-opens=java.base/sun.nio.ch=ALL-UNNAMED"]
         for kind in ("exports", "opens"):
-            opened.append(f"--add-{kind}=java.security.jgss/sun.security.krb5=ALL-UNNAMED")
+            for name in ("sun.security.krb5", "sun.security.jgss"):
+                opened.append(f"--add-{kind}=java.security.jgss/{name}=ALL-UNNAMED")
         return opened
 
     def _environment(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hpc_train.cluster.kerberos import ticket_left_s
 from hpc_train.comm.world import World
 from hpc_train.log import say, warn
 
-_ASKS_FOR_TICKETS = ("hdfs://", "libhdfs://")
+_ASKS_FOR_TICKETS = ("hdfs://", "libhdfs://", "webhdfs://", "swebhdfs://")
 _SHORT_S = 600
 """Left before a save; assumed: what renews tickets does so earlier, and a large save takes minutes."""
 _LOOK_S = 10.0
@@ -45,7 +45,7 @@ def look_at_tickets(
     elif ticket_end < job_end:
         warn(
             f"{what}, before this run's time limit at {_clock(job_end)}: if {root.store.prefix} asks for tickets, "
-            f"saves fail from then on. {_RENEW} in time"
+            f"saves may fail from then on. {_RENEW} in time"
         )
 
 

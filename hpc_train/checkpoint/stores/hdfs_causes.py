@@ -45,6 +45,32 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     # Before refused permissions: Hadoop says some of it as an AccessControlException.
     (
+        r"[Cc]lock skew|[Tt]icket not yet valid",
+        Cause("the clocks of this node and of Kerberos or HDFS differ", False, "Have the site set them (NTP)."),
+    ),
+    (
+        r"Server .*not found in Kerberos database",
+        Cause(
+            "Kerberos does not know the host of the URL by this name",
+            False,
+            "Write its full name in lower case, not an alias or an address; or the site has no HTTP/HOST for its web "
+            "ports (see `kvno HTTP/HOST`): use hdfs:// there.",
+        ),
+    ),
+    (
+        r"Cannot contact any KDC|[Tt]icket server .*unreachable",
+        Cause("no Kerberos server (KDC) answers", True, "May this node reach one (/etc/krb5.conf)? " + _TELL_THE_SITE),
+    ),
+    (
+        r"Cannot find KDC|[Cc]annot determine realm|libgssapi",
+        Cause(
+            "this node is not set up for Kerberos",
+            False,
+            "It needs the site's krb5.conf (/etc/krb5.conf, or KRB5_CONFIG) and MIT's libgssapi_krb5.so.2, both of "
+            "which kinit has.",
+        ),
+    ),
+    (
         r"[Tt]icket expired|CREDENTIALS_EXPIRED",
         # A site's daemon, or a keytab and cron, may renew it in this moment.
         Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
@@ -76,8 +102,16 @@ _CAUSES: list[tuple[str, Cause]] = [
         Cause("no data node took the block: they are full, dead or excluded", False, _SPACE_CURE),
     ),
     (
-        r"InvalidToken|token .*expired|GSSAPI|SASL|Kerberos",
+        r"InvalidToken|token .*expired|GSSAPI|GSSException|SASL|Kerberos",
         Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET),
+    ),
+    (
+        r"HTTP status 401",
+        Cause(
+            "the server did not take the Kerberos ticket, or asks for a password",
+            False,
+            "webhdfs:// shows tickets alone. Does the site know the user of this one (`klist`)?",
+        ),
     ),
     (
         r"No NameNode hosts",

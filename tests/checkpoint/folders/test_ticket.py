@@ -13,15 +13,18 @@ from hpc_train.checkpoint.stores.location import locate
 from tests.worlds import single_world
 
 HDFS = "hdfs://nn1:8020/user/me"
+WEB = "webhdfs://nn1:9870/user/me"
 
 
 @pytest.mark.parametrize(
     ("place", "left_s", "job_s", "told"),
     [
         (HDFS, 3600, 7200, "before this run's time limit at "),
+        (WEB, 3600, 7200, "before this run's time limit at "),
         (HDFS, 7200, 3600, None),
         (HDFS, 3600, None, "no time limit of this run is known"),
         (HDFS, None, 7200, None),
+        (WEB, None, 7200, None),
         ("/scratch/me", 3600, 7200, None),
     ],
 )
