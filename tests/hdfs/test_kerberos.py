@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,10 +113,80 @@ def test_hosts_that_kerberos_does_not_know_or_that_are_others(kdc: Kdc, secure: 
     alias = secure.http_address.replace("localhost", "127.0.0.1")
     with pytest.raises(StoreError, match="does not know the host of the URL by this name"):
         locate(f"webhdfs://{alias}/checkpoints", Patience()).entries()
-    with Negotiation("localhost") as negotiation:
-        negotiation.claim()
-        with pytest.raises(GssError):
-            negotiation.check([f"Negotiate {base64.b64encode(b'no proof').decode()}"])
+    for proof in ("Negotiate bm8gcHJvb2Y=", "Negotiate bad"):
+        with serving(partial(Impostor, proof)) as address:
+            backend = WebHdfsBackend("webhdfs", address, {})
+            for _ in range(2):  # nor does it come by its cookie into the second one
+                with pytest.raises(GssError):
+                    backend.entry("/x")
+
+
+def test_a_gateway_that_takes_the_data_itself_is_sent_its_cookie(kdc: Kdc, secure: HdfsCluster, cache: Path) -> None:
+    """As HttpFS does; a 401 would come when the data has gone."""
+    get_ticket(kdc, cache, 3600)
+    taken: list[bytes] = []
+    with serving(partial(Gateway, taken)) as address, closing(WebHdfsBackend("webhdfs", address, {}).create("/x")) as f:
+        f.write(b"of a test")
+    assert taken == [b"of a test"]
+
+
+class WebServer(BaseHTTPRequestHandler):
+    def answer(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def log_message(self, format: str, *words: Any) -> None:
+        """Not to the output of the tests."""
+
+
+class Impostor(WebServer):
+    """Has no key, and takes every ticket."""
+
+    def __init__(self, proof: str, *words: Any) -> None:
+        self._proof = proof
+        super().__init__(*words)
+
+    def do_GET(self) -> None:
+        is_known = "Authorization" in self.headers or "Cookie" in self.headers
+        challenge = self._proof if is_known else "Negotiate"
+        self.answer(404 if is_known else 401, WWW_Authenticate=challenge, Set_Cookie='hadoop.auth="u=me"; Path=/')
+
+
+class Gateway(WebServer):
+    """Has no files yet, and takes those whose writer has its cookie."""
+
+    def __init__(self, taken: list[bytes], *words: Any) -> None:
+        self._taken = taken
+        super().__init__(*words)
+
+    def do_GET(self) -> None:
+        if "Authorization" not in self.headers:
+            return self.answer(401, WWW_Authenticate="Negotiate", Set_Cookie="hadoop.auth=; Path=/")
+        self.answer(404, Set_Cookie='hadoop.auth="u=me&s=a="; Path=/; HttpOnly')
+        self.wfile.write(b'{"RemoteException": {"exception": "FileNotFoundException", "message": "none"}}')
+
+    def do_PUT(self) -> None:
+        if self.headers.get("Cookie") != 'hadoop.auth="u=me&s=a="':
+            return self.answer(401, WWW_Authenticate="Negotiate")
+        if "data=true" not in self.path:
+            return self.answer(307, Location=f"http://{self.headers['Host']}{self.path}&data=true")
+        size = int(self.rfile.readline(), 16)
+        self._taken.append(self.rfile.read(size))
+        self.rfile.read(len(b"\r\n0\r\n\r\n"))
+        self.answer(201)
+
+
+@contextmanager
+def serving(kind: Callable[..., WebServer]) -> Iterator[str]:
+    """Its address, where Kerberos knows a web server."""
+    with ThreadingHTTPServer(("localhost", 0), kind) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"localhost:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def get_ticket(kdc: Kdc, cache: Path, lifetime_s: int) -> None:

@@ -33,7 +33,10 @@ class Kdc:
         self.folder = Path(tempfile.mkdtemp(prefix="kdc-"))
         (self._port,) = unused_ports(1)
         self.conf = self.folder / "krb5.conf"
-        self.conf.write_text(_CONF.format(realm=REALM, port=self._port))
+        self.conf.write_text(_CONF.format(realm=REALM, port=self._port, skew_s=1))
+        # A server that starts may take more than a second to look at what it was sent.
+        self.server_conf = self.folder / "server.conf"
+        self.server_conf.write_text(_CONF.format(realm=REALM, port=self._port, skew_s=300))
         (self.folder / "kdc.conf").write_text(_KDC_CONF.format(realm=REALM, port=self._port, folder=self.folder))
         self._run("kdb5_util", "create", "-s", "-r", REALM, "-P", "of a test")
         self._process = subprocess.Popen(
@@ -101,7 +104,7 @@ def secure_hdfs(kdc: Kdc) -> HdfsCluster:
             f"dfs.{kind}.keytab.file": keytab,
             f"dfs.{kind}.kerberos.internal.spnego.principal": f"HTTP/localhost@{REALM}",
         }
-    options = [f"-Djava.security.krb5.conf={kdc.conf}"]
+    options = [f"-Djava.security.krb5.conf={kdc.server_conf}"]
     return HdfsCluster(num_data_nodes=1, address="localhost", core=core, hdfs=hdfs, java_options=options)
 
 
@@ -119,7 +122,7 @@ _CONF = """\
     dns_canonicalize_hostname = false
     rdns = false
     udp_preference_limit = 1
-    clockskew = 1
+    clockskew = {skew_s}
 [realms]
     {realm} = {{
         kdc = 127.0.0.1:{port}
