@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
 from hpc_train.plan.batch_of_run import set_up_batches_of
 from hpc_train.plan.batch_places import hdp_figures
+from hpc_train.plan.checkpoint_flow import CheckpointFlow, plan_checkpoint
 from hpc_train.plan.ecmp import EcmpEstimate, estimate_ecmp
 from hpc_train.plan.estimate import MEGATRON_LM, Rates, StepEstimate, estimate_step
 from hpc_train.plan.hidden import best_hidden
@@ -27,7 +28,7 @@ from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings
 from hpc_train.plan.peer_copies import COPY_HOLDERS, plan_peer_copies
 from hpc_train.plan.place import place
 from hpc_train.plan.placement import Placement, slurm_placement
-from hpc_train.plan.run import Plan, plan_placement, world_mesh
+from hpc_train.plan.run import RAILS, Plan, plan_placement, world_mesh
 from hpc_train.plan.traffic import Traffic, measure_traffic
 
 _MEGATRON_LM_CARD_BYTES_PER_S = 25e9  # cited: MegaScale (NSDI'24), section 6: one 200 Gb/s card a GPU
@@ -43,7 +44,8 @@ class PlanReport:
     fullest: the pipeline stage whose ranks need most memory, and what for. estimate: bubble, step time, utilisation.
     dp_hidden, pp_hidden, tp_hidden: what can be hidden of an axis' transfers at best, by their ratio to compute.
     hdp: where hdp ranks are in the network, for a run with parallel.hdp; None for others. copy_holders: by node the one
-    that keeps its copy, for a run with checkpoint.local; None for others.
+    that keeps its copy, for a run with checkpoint.local; None for others. rails: by rank, where the
+    fabric says them; None where a rank's slot on its node is all that is known. checkpoint: who writes and reads it.
     notes: for the user.
     """
 
@@ -65,9 +67,11 @@ class PlanReport:
     pp_hidden: tuple[tuple[float, float], ...]
     tp_hidden: tuple[tuple[float, float], ...]
     gpu_memory_bytes: int | None
+    checkpoint: CheckpointFlow
     notes: tuple[str, ...]
     hdp: Mapping[str, Any] | None = None
     copy_holders: tuple[int, ...] | None = None
+    rails: tuple[int, ...] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -123,6 +127,9 @@ class PlanReport:
             figures["hdp"] = self.hdp
         if self.copy_holders is not None:
             figures[COPY_HOLDERS] = list(self.copy_holders)
+        if self.rails is not None:
+            figures[RAILS] = list(self.rails)
+        figures["checkpoint"] = asdict(self.checkpoint)
         figures["nccl"] = {setting.name: setting.value for setting in self.nccl}
         figures["estimate"] = {
             "memory_bytes": self.fullest[1].total,
@@ -172,6 +179,7 @@ def report_plan(
         hdp = hdp_figures(placement, fabric)
         set_up_batches_of(config, mesh, hdp)  # refuses what ranks would refuse
     copies = None if config.checkpoint.local is None else plan_peer_copies(placement, fabric)
+    rails = _rails(placement, fabric)
     dp_hidden, pp_hidden = best_hidden(config, mesh), best_hidden_messages(config, mesh)
     too_long = (mesh.dp > 1 and config.parallel.overlap and not dp_hidden, mesh.pp > 1 and not pp_hidden)
     not_played = [
@@ -204,7 +212,17 @@ def report_plan(
         notes=tuple(told),
         hdp=hdp,
         copy_holders=None if copies is None else copies.holder,
+        checkpoint=plan_checkpoint(config, placement, placement.gpu_of_rank if rails is None else np.array(rails)),
+        rails=rails,
     )
+
+
+def _rails(placement: Placement, fabric: Fabric | None) -> tuple[int, ...] | None:
+    if fabric is None or not fabric.are_rails_known:
+        return None
+    of_node = [fabric.nodes[node] for node in placement.nodes]
+    places = zip(placement.node_of_rank.tolist(), placement.gpu_of_rank.tolist(), strict=True)
+    return tuple(of_node[node].rail(gpu) for node, gpu in places)
 
 
 def assumed_rates(config: Config, fabric: Fabric | None) -> Rates:

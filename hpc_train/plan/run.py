@@ -47,6 +47,10 @@ class PlannedRank:
     coords: Mapping[str, int]
 
 
+RAILS = "rails"
+"""In plan.json: by rank the rail of its traffic, where the fabric says it."""
+
+
 @dataclass(frozen=True)
 class RankFacts:
     """What is known of a rank beside its place in the plan; None: not known."""
@@ -79,6 +83,17 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         return _hash_of(self._document)
+
+    def seats(self) -> dict[str, Any]:
+        """Who was which rank, short enough for each checkpoint: by rank its node, as an index, and its slot there."""
+        number = {node: index for index, node in enumerate(self.nodes)}
+        return {
+            "hash": self.hash,
+            "axes": {**self.mesh.axes, **self.further_axes},
+            "nodes": list(self.nodes),
+            "node_of_rank": [number[planned.node] for planned in self.ranks],
+            "gpu_of_rank": [planned.gpu for planned in self.ranks],
+        }
 
     def with_groups(self) -> Plan:
         """The same plan with all its groups listed, however many ranks it has."""

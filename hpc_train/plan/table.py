@@ -10,6 +10,7 @@ from hpc_train.cluster.fabric import TIERS
 from hpc_train.plan.homes import BEYOND_NODE
 
 if TYPE_CHECKING:
+    from hpc_train.plan.checkpoint_flow import CheckpointFlow
     from hpc_train.plan.ecmp import EcmpEstimate
     from hpc_train.plan.report import PlanReport
     from hpc_train.plan.traffic import Uplink
@@ -137,7 +138,18 @@ def _estimates(report: PlanReport) -> Section:
         rows += [(f"{axis} hidden at best, at {ratio:g}x of compute", f"{share:.1%}") for ratio, share in shares]
     if estimate.step_time_s is not None and estimate.mfu is not None:
         rows += [("step time", time_text(estimate.step_time_s)), ("MFU", f"{estimate.mfu:.1%}")]
+    rows += _checkpoint(report.checkpoint)
     return Section("Estimates", ("estimates", ""), tuple(rows))
+
+
+def _checkpoint(flow: CheckpointFlow) -> list[tuple[str, ...]]:
+    most = f"{size_text(flow.most_written)}, {flow.written_over_mean:.2f}x the mean"
+    read = f"{flow.read_over_state:.2f}x of it, the busiest rank {flow.read_over_mean:.2f}x the mean"
+    return [
+        ("a checkpoint", f"{size_text(flow.num_bytes)}, by {flow.num_writers} ranks"),
+        ("  the fullest writer", most),
+        ("  read back from the store", read),
+    ]
 
 
 def _memory(num_bytes: int, gpu_memory_bytes: int | None) -> str:

@@ -340,7 +340,7 @@ def _values(run: Run) -> dict[str, Any]:
     values = plain_values(run.trainer, run.feed.state(), run.skipped_steps)
     # Not how it was launched: launch.env may hold secrets, and checkpoints are passed on.
     values["config"] = run.config.model_dump(mode="json", exclude={"launch"})
-    values["plan"] = run.world.plan.hash if run.world.plan is not None else None
+    values["plan"] = run.world.plan.seats() if run.world.plan is not None else None
     values[ATTEMPT_VALUE] = run.attempt
     return values
 

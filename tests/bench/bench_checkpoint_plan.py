@@ -22,11 +22,13 @@ from hpc_train.checkpoint.loading.needs import stored_table
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.config import Config
 from hpc_train.config_read import load_config
+from hpc_train.plan.checkpoint_flow import written_by
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
+from hpc_train.plan.checkpoint_state import ITEM_BYTES, HeldState, held_state
 from hpc_train.plan.mesh import Mesh
-from tests.plan.held_state import HeldState, held_state, places_of
+from tests.plan.tables import places_of
 
-WORLD, GPUS_PER_NODE, ITEM = 12288, 8, 4
+WORLD, GPUS_PER_NODE = 12288, 8
 OTHER = {"pp": 12, "tp": 4, "virtual_stages": 2}
 
 
@@ -44,19 +46,19 @@ def _with(config: Config, **parallel: int) -> tuple[Config, Mesh]:
 
 
 def _load(saved: HeldState, held: HeldState, mesh: Mesh) -> dict[str, object]:
-    item_bytes = np.full(len(saved.rank), ITEM)
+    item_bytes = np.full(len(saved.rank), ITEM_BYTES)
     plan, seconds = _timed(
         lambda: plan_load(saved.boxes, item_bytes, held.boxes, held.rank, places_of(mesh, GPUS_PER_NODE))
     )
     by_rank = plan.bytes_read
     busiest = int(by_rank.argmax())
     deliveries, own_seconds = _timed(lambda: plan.deliveries(busiest))
-    needed = np.bincount(held.rank, weights=held.boxes.num_elements * ITEM, minlength=WORLD)
+    needed = np.bincount(held.rank, weights=held.boxes.num_elements * ITEM_BYTES, minlength=WORLD)
     return {
         "plan": seconds,
         "deliveries of the busiest rank": len(deliveries),
         "listing them": own_seconds,
-        "read from the store over the state": round(by_rank.sum() / (saved.boxes.num_elements.sum() * ITEM), 4),
+        "read from the store over the state": round(by_rank.sum() / (saved.boxes.num_elements.sum() * ITEM_BYTES), 4),
         "gaps": len(plan.gaps),
         "most over mean read by a rank": round(by_rank.max() / by_rank.mean(), 3),
         "most over mean needed by a rank": round(needed.max() / needed.mean(), 3),
@@ -78,7 +80,7 @@ def _manifest(saved: HeldState) -> dict[str, object]:
 
 def _manifest_of(saved: HeldState) -> Manifest:
     """As if each rank had written its boxes one behind the other."""
-    num_bytes = saved.boxes.num_elements * ITEM
+    num_bytes = saved.boxes.num_elements * ITEM_BYTES
     by_rank = np.argsort(saved.rank, kind="stable")
     ends = np.cumsum(num_bytes[by_rank])
     first_of_rank = np.searchsorted(saved.rank[by_rank], saved.rank[by_rank])
@@ -93,7 +95,7 @@ def _manifest_of(saved: HeldState) -> Manifest:
         offsets, sizes = saved.boxes.offsets[rows, :num_dims], saved.boxes.sizes[rows, :num_dims]
         boxes = StoredBoxes(
             num_dims,
-            ITEM,
+            ITEM_BYTES,
             tuple(files),
             file=saved.rank[rows].tolist(),
             start=start[rows].tolist(),
@@ -116,7 +118,7 @@ def main() -> None:
     saved, write_s = _timed(lambda: held_state(config, mesh, counted=True))
     held, need_s = _timed(lambda: held_state(config, mesh, counted=False))
     other = held_state(*_with(config, **OTHER), counted=True)
-    writers = np.bincount(saved.rank, weights=saved.boxes.num_elements * ITEM, minlength=WORLD)
+    writers = written_by(saved, WORLD)
     figures = {
         "mesh": mesh.describe(),
         "boxes written": len(saved.rank),

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hpc_train.plan.box_table import chunks_of, num_chunks
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.checkpoint_readers import Places
+from hpc_train.plan.checkpoint_state import HeldState, held_state
 from hpc_train.plan.flat import Box, boxes_of_range
 from hpc_train.plan.mesh import Mesh
-from tests.plan.held_state import HeldState, held_state, places_of, table_of
+from tests.plan.tables import places_of, table_of
 from tests.train.trainers import make_config
 
 ITEM = 4

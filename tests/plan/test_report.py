@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from hpc_train.cluster.fabric_clos import clos_fabric
+from hpc_train.config_read import load_config
 from hpc_train.errors import ConfigError
+from hpc_train.plan.checkpoint_flow import plan_checkpoint
 from hpc_train.plan.homes import find_homes
-from hpc_train.plan.mesh import AXES
+from hpc_train.plan.mesh import AXES, Mesh
+from hpc_train.plan.parameters import num_parameters
+from hpc_train.plan.placement import make_placement
 from hpc_train.plan.report import report_plan
-from hpc_train.plan.run import Plan
+from hpc_train.plan.run import RAILS, Plan
 from hpc_train.plan.table import report_text, sections_of, size_text, summary_line
 from tests.plan.reports import CLOS, make_allocation, make_config, make_report
 
@@ -159,3 +163,28 @@ def test_who_keeps_whose_copy_is_in_the_plan_of_a_run_with_copies_and_in_no_othe
     holders = copied.plan.further["copy_holders"]
     assert sorted(holders) == list(range(8)) and all(node != other for node, other in enumerate(holders))
     assert "copy_holders" not in make_report().plan.further
+
+
+def test_a_checkpoint_of_175b_on_12288_gpus_is_written_evenly_and_read_once() -> None:
+    """Its time is in docs/measurements/checkpoints.md; that ranks hold what is planned, in test_resharding.py."""
+    config, mesh = load_config("gpt-175b"), Mesh(pp=8, dp=192, cp=1, tp=8)
+    rank = np.arange(mesh.world_size)
+    nodes = tuple(f"n{node}" for node in range(1536))
+    flow = plan_checkpoint(config, make_placement(mesh, nodes, rank // 8, rank % 8, "slurm"), rank % 8)
+    assert flow.num_bytes == 12 * num_parameters(config.model, config.data.seq_len)
+    assert flow.num_writers == mesh.world_size
+    assert 1 <= flow.written_over_mean <= 1.1 and 1 <= flow.read_over_mean <= 1.1
+    assert flow.read_over_state == 1
+    assert flow.most_written == pytest.approx(flow.written_over_mean * flow.num_bytes / mesh.world_size)
+
+
+def test_the_plan_has_the_rails_that_the_fabric_knows() -> None:
+    report = make_report()
+    assert report.fabric is not None
+    assumed = replace(report.fabric, are_rails_known=False)
+    assert RAILS not in report_plan(make_config(), report.allocation, assumed).plan.further
+    turned = tuple((gpu + 3) % 8 for gpu in range(8))
+    of_node = {name: replace(other, rail_of_gpu=turned) for name, other in report.fabric.nodes.items()}
+    fabric = replace(report.fabric, nodes=of_node, are_rails_known=True)
+    plan = report_plan(make_config(), report.allocation, fabric).plan
+    assert plan.further[RAILS] == [turned[planned.gpu] for planned in plan.ranks]

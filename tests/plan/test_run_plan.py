@@ -10,6 +10,7 @@ from hpc_train.config_read import build_config
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, RankFacts, plan_mesh, plan_run
+from tests.plan.reports import make_report
 
 
 def allocation(*tasks: int) -> Allocation:
@@ -111,3 +112,11 @@ def test_16384_ranks_are_planned_written_and_read() -> None:
     assert read.lookup("n2048", 7) == 16383
     assert plan.ranks_tsv().count("\n") == 16385
     assert read.groups == {}
+
+
+def test_a_checkpoint_s_part_of_the_plan_says_who_was_where() -> None:
+    plan = make_report().plan
+    seats = json.loads(json.dumps(plan.seats()))
+    assert (seats["hash"], seats["axes"]) == (plan.hash, {"pp": 2, "dp": 8, "cp": 1, "tp": 4})
+    places = zip(seats["node_of_rank"], seats["gpu_of_rank"], strict=True)
+    assert [(seats["nodes"][node], gpu) for node, gpu in places] == [(rank.node, rank.gpu) for rank in plan.ranks]

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from tests.ports import unused_ports
 from tests.processes import die_with_parent
-from tests.services.hdfs import _free_ports
 from tests.services.wait import wait_for_port
 
 BUCKET = "runs-of-a-test"
@@ -23,7 +23,7 @@ class S3Server:
     """Answers from the moment it is made until `stop`. env: with it s3:// leads there."""
 
     def __init__(self) -> None:
-        (port,) = _free_ports(1)
+        (port,) = unused_ports(1)
         self.address = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _SERVE, str(port)],

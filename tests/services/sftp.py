@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.ports import unused_ports
 from tests.processes import die_with_parent, kill_tree
-from tests.services.hdfs import _free_ports
 from tests.services.wait import wait_for_port
 
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
@@ -32,7 +32,7 @@ class SftpServer:
         self.data = self.folder / "data"
         self.data.mkdir()
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it goes before anybody is known to it
-        (self._port,) = _free_ports(1)
+        (self._port,) = unused_ports(1)
         for name in ("host", "user"):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True, timeout=60

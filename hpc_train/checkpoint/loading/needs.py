@@ -18,6 +18,7 @@ from hpc_train.plan.box_table import BoxTable
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.checkpoint_readers import Places
 from hpc_train.plan.flat import Box
+from hpc_train.plan.run import RAILS
 
 _MOST_NAMES = 5
 """Of each kind of difference; a model with other layers differs in hundreds."""
@@ -75,7 +76,7 @@ def plan_loading(
     # Flat: a list for each box takes longer to tell.
     told_pieces = [] if any(faults) else pieces
     mine = [extent for piece in told_pieces for extent in _row(number[piece.name], piece.box, most)]
-    gathered = world.control.all_gather([world.node_rank, world.local_rank, mine, faults])
+    gathered = world.control.all_gather([world.node_rank, _rail(world), mine, faults])
     needs = np.fromiter((extent for told in gathered for extent in told[2]), dtype=np.int64).reshape(-1, 1 + 2 * most)
     holder = np.repeat(np.arange(world.world_size), [len(told[2]) // needs.shape[1] for told in gathered])
     missing, different = ([fault for told in gathered for fault in told[3][kind]] for kind in (0, 1))
@@ -93,6 +94,12 @@ def plan_loading(
     own = dict(enumerate(pieces, start=first))
     folder_of = {} if spread is None else {file: folder for file, (_, folder) in spread.items()}
     return Loading(path, manifest, names, place, plan, own, folder_of)
+
+
+def _rail(world: World) -> int:
+    """By the plan, where its fabric says so; else a GPU's place on its node."""
+    rails = () if world.plan is None else world.plan.further.get(RAILS, ())
+    return int(rails[world.rank]) if rails else world.local_rank
 
 
 def _row(tensor: int, box: Box, most: int) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ import torch
 
 from hpc_train.checkpoint.loading.load import load_newest
 from hpc_train.checkpoint.saving.save import save_checkpoint
+from hpc_train.plan.checkpoint_state import held_state
 from hpc_train.train.state import state_pieces
 from hpc_train.train.step import Trainer
 from tests.parallel.meshes import Case, batches_of, config_of
-from tests.plan.held_state import held_state
 from tests.ranks import TestRank, run_ranks
 from tests.train.trainers import make_trainer, mesh_of, share_of
 from tests.worlds import make_world
@@ -132,8 +132,8 @@ def _held(me: TestRank, cases: list[Case]) -> list[dict[bool, list[tuple[object,
     return found
 
 
-def test_what_plans_are_tried_with_is_what_ranks_hold() -> None:
-    """tests/plan and the bench list the state of all ranks of a mesh at once; here are the ranks themselves."""
+def test_what_is_planned_to_be_written_and_needed_is_what_ranks_hold() -> None:
+    """`plan` and the bench list the state of all ranks of a mesh at once; here are the ranks themselves."""
     by_rank = run_ranks(_held, 4, FOUR)
     for number, case in enumerate(FOUR):
         config = config_of(case)

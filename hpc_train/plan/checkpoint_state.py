@@ -1,4 +1,7 @@
-"""Which boxes of a training's state every rank of a mesh holds, all at once: what each rank says of itself in a run."""
+"""Which boxes of a training's state every rank of a mesh holds, all at once: what each rank says of itself in a run.
+
+So it is known who writes what of a checkpoint, and who needs what of it, before any rank is there. Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ import numpy as np
 
 from hpc_train.config import Config
 from hpc_train.plan.box_table import BoxTable
-from hpc_train.plan.checkpoint_readers import Places
-from hpc_train.plan.flat import Box, boxes_of_range, lay_out
+from hpc_train.plan.flat import boxes_of_range, lay_out
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import UNSPLIT, LocalParameter, ModelPart, TensorSplit, plan_parameters
 from hpc_train.plan.stages import stage_parts
 
-PREFIXES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
-DIMS = 2
+ITEM_BYTES = 4
+"""All of it is stored in fp32."""
+_PREFIXES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+"""Of weights and of both moments, which AdamW and LAMB have alike."""
+_DIMS = 2
+"""Most of any parameter."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class HeldState:
 
 
 def held_state(config: Config, mesh: Mesh, *, counted: bool) -> HeldState:
-    """Every rank's shards of weights and moments. counted: only what it stores."""
+    """Every rank's shards of weights and moments. counted: only what it writes, of what several ranks hold."""
     whole = plan_parameters(config.model, config.data.seq_len, ModelPart.whole(config.model), UNSPLIT)
     number = {plan.name: index for index, plan in enumerate(whole)}
     known: dict[object, np.ndarray] = {}
@@ -44,35 +50,19 @@ def held_state(config: Config, mesh: Mesh, *, counted: bool) -> HeldState:
             if key not in known:
                 known[key] = _shards(plans, mesh.dp, counted)
             place, shard, num_dims = known[key].T[:3]
-            offsets, sizes = known[key][:, 3 : 3 + DIMS], known[key][:, 3 + DIMS :]
+            offsets, sizes = known[key][:, 3 : 3 + _DIMS], known[key][:, 3 + _DIMS :]
             moved = offsets + np.array([_filled(plan.box.offsets, 0) for plan in plans])[place]
             tensor = np.array([number[plan.name] for plan in plans])[place]
             rank = mesh.rank_of(pp=stage % mesh.pp, tp=tp) + shard * mesh.tp
             columns.append((tensor, rank, num_dims, moved, sizes))
     tensor, rank, num_dims, offsets, sizes = map(np.concatenate, zip(*columns, strict=True))
-    times = len(PREFIXES)
+    times = len(_PREFIXES)
     of_prefix = np.concatenate([tensor + index * len(whole) for index in range(times)])
     boxes = BoxTable(
         of_prefix, np.tile(offsets, (times, 1)), np.tile(sizes, (times, 1)), np.tile(num_dims, times)
     )  # fmt: skip
-    names = tuple(f"{prefix}.{plan.name}" for prefix in PREFIXES for plan in whole)
+    names = tuple(f"{prefix}.{plan.name}" for prefix in _PREFIXES for plan in whole)
     return HeldState(names, boxes, np.tile(rank, times))
-
-
-def table_of(rows: Sequence[tuple[int, Box]], max_dims: int) -> BoxTable:
-    """From (tensor, box) pairs. max_dims: of any tensor."""
-    filled = np.empty((len(rows), 2 + 2 * max_dims), dtype=np.int64)
-    zeros, ones = (0,) * max_dims, (1,) * max_dims
-    for row, (tensor, box) in enumerate(rows):
-        count = len(box.sizes)
-        filled[row] = (tensor, count, *box.offsets, *zeros[count:], *box.sizes, *ones[count:])
-    return BoxTable(filled[:, 0], filled[:, 2 : 2 + max_dims], filled[:, 2 + max_dims :], filled[:, 1])
-
-
-def places_of(mesh: Mesh, gpus_per_node: int) -> Places:
-    """Ranks node by node, a rail for each of its GPUs."""
-    ranks = np.arange(mesh.world_size)
-    return Places(ranks // gpus_per_node, ranks % gpus_per_node)
 
 
 def _shards(plans: Sequence[LocalParameter], dp: int, counted: bool) -> np.ndarray:
@@ -96,4 +86,4 @@ def _shards(plans: Sequence[LocalParameter], dp: int, counted: bool) -> np.ndarr
 
 
 def _filled(numbers: tuple[int, ...], filler: int) -> tuple[int, ...]:
-    return (*numbers, *(filler,) * (DIMS - len(numbers)))
+    return (*numbers, *(filler,) * (_DIMS - len(numbers)))
