@@ -49,7 +49,9 @@ def ls_command(args: Namespace) -> int:
     if not listed:
         print(f"no checkpoints in {root}")
     for item in listed:
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written_at))
+        written = "time not known     "
+        if item.written_at is not None:
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.written_at))
         state = item.problem or f"{item.num_bytes / 2**20:.1f} MiB, {item.num_tensors} tensors"
         print(f"{item.path.name}  {written}  {state}{'  (latest)' if item.is_latest else ''}")
     return ExitCode.DONE

@@ -13,7 +13,7 @@ from hpc_train.checkpoint.folders.folder import (
     set_aside_step,
     step_number,
 )
-from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest
 from hpc_train.checkpoint.format.stored_boxes import StoredBox
 from hpc_train.checkpoint.progress import UNHEARD, Advance
 from hpc_train.checkpoint.stores.backend import Entry
@@ -29,14 +29,15 @@ _BLOCK_BYTES = 16 << 20
 class Listed:
     """What has the name of a checkpoint, or had it.
 
-    problem: why it cannot be used, or None. num_bytes: of the files of its manifest.
+    problem: why it cannot be used, or None. num_bytes: of the files of its manifest. written_at: seconds since 1970, or
+    None where the store does not say.
     """
 
     path: Location
     step: int
     num_bytes: int
     num_tensors: int
-    written_at: float
+    written_at: float | None
     is_latest: bool
     problem: str | None
 
@@ -99,11 +100,20 @@ def _look_at(root: Location, entry: Entry, step: int, is_latest: bool) -> Listed
             raise
         return _unusable(root, entry, step, str(error), is_latest)
     num_bytes = sum(manifest.files.values())
-    return Listed(root / entry.name, step, num_bytes, len(manifest.tensors), entry.changed_at, is_latest, problem=None)
+    changed_at = _changed_at(root, entry)
+    return Listed(root / entry.name, step, num_bytes, len(manifest.tensors), changed_at, is_latest, problem=None)
 
 
 def _unusable(root: Location, entry: Entry, step: int, problem: str, is_latest: bool = False) -> Listed:
-    return Listed(root / entry.name, step, 0, 0, entry.changed_at, is_latest, problem)
+    return Listed(root / entry.name, step, 0, 0, _changed_at(root, entry), is_latest, problem)
+
+
+def _changed_at(root: Location, entry: Entry) -> float | None:
+    """The folder's time; the manifest's where folders have none, as in an object store."""
+    if entry.changed_at:
+        return entry.changed_at
+    manifest = (root / entry.name / MANIFEST_FILE).entry()
+    return None if manifest is None else manifest.changed_at or None
 
 
 def _checksum(reader: Reader, stored: StoredBox, block: memoryview, progress: Advance) -> int:

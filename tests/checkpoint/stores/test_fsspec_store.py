@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from hpc_train.checkpoint.folders.folder import commit, create_temporary, remove_checkpoint, sound_checkpoints
+from hpc_train.checkpoint.folders.verify import list_checkpoints
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.fsspec_store import FsspecBackend
@@ -180,6 +181,14 @@ def test_a_checkpoint_that_is_removed_is_never_taken_for_whole(root: Location) -
     _save(root, 2, "new")
     seen = [_newest(root) for _ in _die_at_each_change(root, lambda dying: remove_checkpoint(dying / "step_0000002"))]
     assert seen == [(2, "new"), *[(1, "old")] * (len(seen) - 1)]
+
+
+def test_a_checkpoint_has_its_manifest_s_time_where_folders_have_none(root: Location) -> None:
+    _save(root, 1, "whole")
+    (root / "step_0000002" / "foreign").write_text("no manifest")
+    whole, foreign = list_checkpoints(root)
+    assert whole.written_at is not None and abs(whole.written_at - time.time()) < 86_400
+    assert foreign.written_at is None and foreign.problem is not None
 
 
 def test_a_rename_goes_on_where_its_server_has_failed(root: Location) -> None:
