@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pwd
 import re
@@ -32,6 +33,7 @@ from .machine import (
 )
 
 START_TIMEOUT_S = 60.0
+_CANCEL_AGAIN_S = 1.0
 SLURMCTLD_PORT = 6817  # Slurm's default
 _ENTER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "enter.sh")
 
@@ -337,16 +339,18 @@ class Cluster:
         spare = [daemon.pid for daemon in self.daemons]
         inodes = namespaces(namespace_prefix(self.name))
         nodes = {inodes[self.layout.namespace(node)] for node in self.layout.nodes}
-        jobs = run([*login, "squeue", "--noheader", "--format=%A"]).split()
-        if jobs:
-            run([*login, "scancel", "--quiet", *sorted(set(jobs))])
-        num_killed = kill_in(nodes, spare=spare)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while jobs and run([*login, "squeue", "--noheader", "--format=%A"]).strip():
-            if time.monotonic() > deadline:
-                raise ClusterError(f"jobs of {self.name} did not end within {START_TIMEOUT_S:.0f} s")
-            time.sleep(0.05)
+        num_killed, begin, cancelled_at = 0, time.monotonic(), -math.inf
+        while jobs := run([*login, "squeue", "--noheader", "--format=%A %T %r"]).splitlines():
+            now = time.monotonic()
+            if now > begin + START_TIMEOUT_S:
+                raise ClusterError(f"jobs of {self.name} did not end within {START_TIMEOUT_S:.0f} s: {', '.join(jobs)}")
+            # Again and again: whose step was killed before it was cancelled may be back in the queue, for two minutes.
+            if now > cancelled_at + _CANCEL_AGAIN_S:
+                run([*login, "scancel", "--quiet", *sorted({line.split()[0] for line in jobs})])
+                cancelled_at = now
             num_killed += kill_in(nodes, spare=spare)
+            time.sleep(0.05)
+        num_killed += kill_in(nodes, spare=spare)
         for node in self.layout.nodes:
             self._clear_shared_memory(node)
         return num_killed

@@ -320,7 +320,10 @@ def test_a_rank_that_waits_learns_that_the_agent_has_ended(two: list[str]) -> No
         with pytest.raises(AgentGone):
             waiting.result(timeout=10)
         source.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data s") and thread.is_alive()]
+    for thread in threading.enumerate():
+        if thread.name.startswith("data s"):  # of the service, which has been told to end
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_steps_that_memory_cannot_hold_are_refused_with_both_sizes() -> None:
