@@ -13,6 +13,11 @@ _TELL_THE_SITE = "Wait, or tell the site."
 _NEW_TICKET = "Get a new ticket (`kinit`, or from a keytab), in a cache that the compute nodes see (KRB5CCNAME)."
 _SPACE_CURE = "Remove old checkpoints (checkpoint.keep, `hpc-train ckpt prune`), or ask the site for more."
 
+TICKET_RUN_OUT = Cause("the Kerberos ticket has run out", True, _NEW_TICKET)
+"""May pass: a site's daemon, or a keytab and cron, may renew it in this moment."""
+NO_TICKET = Cause("there is no Kerberos ticket", False, _NEW_TICKET)
+REFUSED_LOGIN = Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET)
+
 _PATH = re.compile(r"/[^\s\"',;:()\[\]]*")
 """Of a file or a host: what it is called says nothing of the cause."""
 
@@ -71,13 +76,12 @@ _CAUSES: list[tuple[str, Cause]] = [
         ),
     ),
     (
-        r"[Tt]icket expired|CREDENTIALS_EXPIRED",
-        # A site's daemon, or a keytab and cron, may renew it in this moment.
-        Cause("the Kerberos ticket has run out", True, _NEW_TICKET),
+        r"[Tt]icket expired|CREDENTIALS_EXPIRED|referenced context has expired",
+        TICKET_RUN_OUT,
     ),
     (
         r"NO_CRED|[Nn]o (valid |Kerberos )?credentials|Kerberos tgt|SIMPLE authentication|cannot authenticate via",
-        Cause("there is no Kerberos ticket", False, _NEW_TICKET),
+        NO_TICKET,
     ),
     (
         r"FileAlreadyExists|ParentNotDirectory|FileExistsError|[Nn]ot a directory",
@@ -103,7 +107,7 @@ _CAUSES: list[tuple[str, Cause]] = [
     ),
     (
         r"InvalidToken|token .*expired|GSSAPI|GSSException|SASL|Kerberos",
-        Cause("Kerberos or the delegation token was refused", False, _NEW_TICKET),
+        REFUSED_LOGIN,
     ),
     (
         r"HTTP status 401",

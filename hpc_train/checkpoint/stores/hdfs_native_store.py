@@ -9,8 +9,9 @@ from typing import Any
 
 from hpc_train.checkpoint.stores.backend import Backend, BackendReader, BackendWriter, Buffer, Entry
 from hpc_train.checkpoint.stores.cause import Cause
-from hpc_train.checkpoint.stores.hdfs_causes import connecting, hdfs_cause
+from hpc_train.checkpoint.stores.hdfs_causes import NO_TICKET, REFUSED_LOGIN, TICKET_RUN_OUT, connecting, hdfs_cause
 from hpc_train.checkpoint.stores.hdfs_native_look import look_for_rot
+from hpc_train.cluster.kerberos import ticket_left_s
 from hpc_train.errors import ConfigError
 
 try:
@@ -113,7 +114,12 @@ class HdfsNativeBackend(Backend):
         return None
 
     def cause(self, problem: Exception) -> Cause:
-        return hdfs_cause(f"{type(problem).__name__}: {problem}")
+        cause = hdfs_cause(f"{type(problem).__name__}: {problem}")
+        if cause == REFUSED_LOGIN and "GSSAPI" in str(problem):
+            # measured: before 0.14.7 the client passes on that Kerberos failed, but not of what.
+            left_s = ticket_left_s()
+            return NO_TICKET if left_s is None else cause if left_s else TICKET_RUN_OUT
+        return cause
 
     def rot(self, path: str, span: range, cause: Cause) -> str | None:
         return look_for_rot(self._url, path, span, self._env) if cause.is_of_file else None

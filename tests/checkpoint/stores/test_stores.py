@@ -228,6 +228,7 @@ def test_a_rename_that_went_into_a_folder_is_not_taken_for_done(tmp_path: Path) 
             True,
         ),
         ("GSSAPIError: GSS_S_CREDENTIALS_EXPIRED", "has run out", True),
+        ('RuntimeError: GSSAPIError(12, 0, "The referenced context has expired")', "has run out", True),
         ('GSSAPIError("Unspecified GSS failure.  Minor code may provide more: Ticket expired")', "has run out", True),
         ("GSSException: No valid credentials provided (Mechanism level: Ticket expired (32))", "has run out", True),
         ("GSSException: No valid credentials provided (Failed to find any Kerberos tgt)", "no Kerberos ticket", False),
@@ -358,3 +359,20 @@ def test_no_connection_before_a_call_and_one_of_its_own_after_a_fork(tmp_path: P
     assert os.read(read, 3) == b"new"
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "told", "may_pass"),
+    [(None, "no Kerberos ticket", False), (0, "has run out", True), (60, "was refused", False)],
+)
+def test_a_client_that_keeps_kerberos_words_to_itself(
+    left_s: int | None, told: str, may_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpc_train.checkpoint.stores import hdfs_native_store
+
+    monkeypatch.setattr(hdfs_native_store, "ticket_left_s", lambda: left_s)
+    backend = hdfs_native_store.HdfsNativeBackend("localhost:1", {})
+    words = "GSSAPIError(GssMajorCodes(GSS_S_BAD_MECH), 0, 'Unspecified GSS failure.  Minor code may provide more')"
+    cause = backend.cause(RuntimeError(words))
+    assert told in cause.text and cause.may_pass == may_pass
+    assert "was refused" in backend.cause(RuntimeError("InvalidToken: token is expired")).text
