@@ -89,13 +89,13 @@ def trouble(disk: Path, save: Save, times: int, *, seed: int, num_elements: int)
             with ExitStack() as spoiled:
                 with saving if is_first else nullcontext():
                     # The first one of a kind comes between two saves, so that the next one has to fail.
-                    spoiled.enter_context(_full(disk, chance) if kind == "full" else _read_only(disk))
+                    spoil = spoiled.enter_context(_full(disk, chance) if kind == "full" else _read_only(disk))
                 newest = found.steps[-1]
                 time.sleep(2 * save_s * chance.random())
                 with saving:
                     assert (plain_state.load(Alone(), place, num_elements) or 0) >= newest
                 if is_first:
-                    _wait_for_a_failure(found, kind)
+                    _wait_for_a_failure(found, kind, spoil)
             found.kinds[kind] += 1
             _wait_for_a_save(found)
             with saving:
@@ -114,8 +114,12 @@ def _wait_for_a_save(found: Found) -> None:
     _wait(lambda: len(found.steps) > count, "no save goes well any more")
 
 
-def _wait_for_a_failure(found: Found, kind: str) -> None:
-    _wait(lambda: found.failed[kind], f"no save fails on a disk that is {kind}")
+def _wait_for_a_failure(found: Found, kind: str, spoil: Callable[[], None]) -> None:
+    def has_failed() -> bool:
+        spoil()  # again: an agent removes an older checkpoint when a save is over, which makes room for one more
+        return found.failed[kind] > 0
+
+    _wait(has_failed, f"no save fails on a disk that is {kind}")
 
 
 def _wait(is_so: Callable[[], object], words: str) -> None:
@@ -126,26 +130,30 @@ def _wait(is_so: Callable[[], object], words: str) -> None:
 
 
 @contextmanager
-def _full(disk: Path, chance: random.Random) -> Iterator[None]:
-    """With less than one more checkpoint's room."""
+def _full(disk: Path, chance: random.Random) -> Iterator[Callable[[], None]]:
+    """With less than one more checkpoint's room; makes it so again when called."""
     ballast = disk / "ballast"
     with open(ballast, "wb") as file:
-        free = shutil.disk_usage(disk).free - chance.randrange(1 << 20)
-        if free > 0:
-            with suppress(OSError):  # a save was quicker, and the disk is full
-                os.posix_fallocate(file.fileno(), 0, free)
-    try:
-        yield
-    finally:
-        ballast.unlink()
+
+        def fill() -> None:
+            free = shutil.disk_usage(disk).free - chance.randrange(1 << 20)
+            if free > 0:
+                with suppress(OSError):  # a save was quicker, and the disk is full
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)
+
+        fill()
+        try:
+            yield fill
+        finally:
+            ballast.unlink()
 
 
 @contextmanager
-def _read_only(disk: Path) -> Iterator[None]:
+def _read_only(disk: Path) -> Iterator[Callable[[], None]]:
     # Refused while a file is open for writing: asked until it falls between two files of a save.
     while subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True).returncode:
         time.sleep(0.001)
     try:
-        yield
+        yield lambda: None
     finally:
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
