@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class Run:
     skipped_steps: int = 0
     stop: StopMark = field(default_factory=StopMark)
     checkpoints: Location = field(init=False)
-    attempt: str | None = field(init=False)
+    attempt: str = field(init=False)
     copies: LocalCopies | None = field(init=False)
     saver: Saver = field(init=False)
     ticket: TicketWatch = field(init=False)
@@ -71,7 +72,8 @@ class Run:
         env = process_env()
         job_key = read_job_key(env)
         agent = None if job_key is None else (job_key, this_node(env))
-        self.attempt = None if job_key is None else attempt_of(job_key)
+        # Without a driver each rank has another one; only rank 0's is told to anybody.
+        self.attempt = attempt_of(job_key or secrets.token_hex(8))
         self.copies = _local_copies(self.config, self.run_dir, self.world, attempt_of(job_key or ""))
         self.saver = Saver(
             self.config.checkpoint, self.checkpoints, self.run_dir, self.world, agent,

@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -242,15 +241,13 @@ def _write_outcome(run_dir: Path, ended: Ended) -> ExitCode:
 
 def _open_checkpoints(run: Run, limits: AgentLimits) -> None:
     """Refuse at the start what would fail at the first save."""
-    from hpc_train.checkpoint.folders.attempt import attempt_of
     from hpc_train.checkpoint.folders.run_location import open_location
     from hpc_train.checkpoint.folders.ticket import look_at_tickets
     from hpc_train.train.state import state_bytes
 
     num_bytes = state_bytes(run.trainer, num_parameters(run.config.model, run.config.data.seq_len))
-    attempt = attempt_of(read_job_key(process_env()) or secrets.token_hex(8))
     resume = run.config.checkpoint.resume
-    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, attempt, resume=resume, limits=limits)
+    open_location(run.checkpoints, run.run_dir, num_bytes, run.world, run.attempt, resume=resume, limits=limits)
     end_time = process_env().get(END_TIME_VARIABLE)
     look_at_tickets(run.checkpoints, run.world, float(end_time) if end_time else None)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.folders.attempt import begin_attempt, require_attempt
+from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cluster.agent_address import ask_agent, this_node
 from hpc_train.errors import ExitCode
 from hpc_train.launch.run_folder import read_owner
@@ -128,6 +130,21 @@ def test_ctrl_c_ends_the_run_at_once_where_signals_that_slurm_repeats_wait_for_t
     process.send_signal(signal.SIGINT)
     assert process.wait(240) == ExitCode.INTERNAL  # before rank 0 has waited for launch.timeout_s
     assert outcome(folder / "run")["outcome"] == "stopped"
+
+
+def test_ranks_whose_folder_a_later_start_has_taken_save_nothing_more_and_say_so(folder: Path, start: Start) -> None:
+    """Ranks that write by themselves; of node agents, see `test_node_writer`."""
+    checkpoints = folder / "run" / "checkpoints"
+    process = start("checkpoint.writer=rank", "checkpoint.keep=2")
+    wait_for_line(folder / "run.out", "saved step_0000002", process)
+    begin_attempt(locate(checkpoints), "a later start")
+    there = sorted(path.name for path in checkpoints.glob("step_*"))
+    assert process.wait(240) == ExitCode.CHECKPOINT, (folder / "run.out").read_text()
+    told = f"another start of the run writes to {checkpoints} now, and its checkpoints are left to it"
+    assert told in str(outcome(folder / "run")["reason"])
+    # One save may have looked before.
+    assert len(set(there) ^ {path.name for path in checkpoints.glob("step_*")}) <= 1
+    require_attempt(locate(checkpoints), "a later start")
 
 
 @pytest.mark.long

@@ -294,6 +294,7 @@ def prune(
     saved: int,
     keep: int,
     tell: Callable[[str], None] = warn,
+    check: Callable[[], None] = lambda: None,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Remove all but the newest `keep` sound checkpoints (0: keep all), behind a save. Damaged and misnamed ones stay,
@@ -306,6 +307,7 @@ def prune(
     What cannot be read or removed now is told and left for the next time, with all that is older: the save before it
     went well.
 
+    check: may raise, before each one that is removed, which ends it in the same way.
     is_enough: asked after each one that was removed; true leaves the rest for the next time.
     """
     if keep == 0:
@@ -316,6 +318,7 @@ def prune(
             if step <= saved and _is_sound(path):
                 kept += 1
                 if kept > keep and path.name != read_latest(root):
+                    check()
                     remove_checkpoint(path)
                     if is_enough():
                         return

@@ -23,7 +23,7 @@ from hpc_train.checkpoint.files.finish import finish
 from hpc_train.checkpoint.files.parts import Part, write_parts
 from hpc_train.checkpoint.files.write import Flow, in_words, write_new_file
 from hpc_train.checkpoint.folders import folder as folders
-from hpc_train.checkpoint.folders.attempt import require_attempt
+from hpc_train.checkpoint.folders.attempt import require_agents
 from hpc_train.checkpoint.format.placed import WrittenBox
 from hpc_train.checkpoint.stores.backend import Buffer
 from hpc_train.checkpoint.stores.cause import StoreError
@@ -93,7 +93,7 @@ def write_first_node(
     target: Target, step: int, token: str, parts: Sequence[Part], flow: Flow, log: Log
 ) -> list[WrittenBox]:
     """Phase 1 on the node of rank 0, which also removes what earlier attempts left."""
-    require_attempt(target.root, target.attempt)
+    require_agents(target.root, target.attempt)
     folder = folders.create_temporary(target.root, step, token, log)
     if target.num_nodes > 1:
         # Made before it is looked for: network file systems remember for long that something was not there.
@@ -129,7 +129,7 @@ def commit(
     finish(folder, step, written, values, index, log)
 
     def check() -> None:
-        require_attempt(target.root, target.attempt)
+        require_agents(target.root, target.attempt)
         flow.check()
 
     folders.commit(folder, target.root, step, tell, check)
@@ -146,13 +146,11 @@ def thin_out(target: Target, saved: int, log: Log, is_enough: Callable[[], bool]
     saved, is_enough: see `prune`.
     """
 
-    def is_over() -> bool:
-        require_attempt(target.root, target.attempt)
-        return is_enough()
+    def check() -> None:
+        require_agents(target.root, target.attempt)
 
     try:
-        require_attempt(target.root, target.attempt)
-        folders.prune(target.root, saved, target.keep, log, is_over)
+        folders.prune(target.root, saved, target.keep, log, check, is_enough)
     except BaseException as problem:  # clients in Rust that panic raise what is no Exception
         log(f"checkpoint: old ones are left: {describe(problem, target)}")
 

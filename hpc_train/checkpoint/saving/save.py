@@ -1,9 +1,9 @@
 """Write a checkpoint by the ranks themselves: torch's distributed-checkpoint files, our manifest, one atomic commit.
 
-1. rank 0 makes a temporary folder
+1. rank 0 makes a temporary folder, unless another start of the run has begun
 2. every rank writes its pieces into a file of its own and notes where the raw bytes lie
 3. rank 0 gathers these notes (as JSON), writes torch's `.metadata` and, last, the manifest
-4. rank 0 renames the folder, points `latest` to it and removes old ones
+4. rank 0 looks for another start once more, renames the folder, points `latest` to it and removes old ones
 
 After each phase all ranks agree that it went well; otherwise rank 0 removes the folder and all raise alike.
 Where node agents write, see `saver`.
@@ -18,6 +18,7 @@ from typing import Any
 from hpc_train.checkpoint.files.finish import finish
 from hpc_train.checkpoint.files.write import in_words
 from hpc_train.checkpoint.folders import folder as folders
+from hpc_train.checkpoint.folders.attempt import ATTEMPT_VALUE, require_attempt
 from hpc_train.checkpoint.format.placed import WrittenBox
 from hpc_train.checkpoint.format.state import Piece, StatePiece
 from hpc_train.checkpoint.format.torch_index import index_bytes
@@ -35,15 +36,29 @@ def save_checkpoint(
 ) -> Location:
     """Save all ranks' pieces as step_N below `place` and return where. Collective over all ranks.
 
-    Together the pieces must cover each tensor exactly once. keep: newest checkpoints to keep, 0 for all.
+    Together the pieces must cover each tensor exactly once. keep: newest checkpoints to keep, 0 for all. values: on
+    rank 0 they name the start of the run that saves (`ATTEMPT_VALUE`); without that nobody is kept off.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write; older checkpoints are untouched.
+        CheckpointError: on every rank, if any rank could not write, or another start of the run has begun; older
+            checkpoints are untouched.
         HangError: one of these, where calls of the store are bound (see `Location.within`) and one does not get on.
             What was written is left, for the next save to remove.
     """
     root, is_writer = locate(place), world.rank == 0
-    temporary = _agreed_below(world, root, lambda: folders.create_temporary(root, step) if is_writer else None)
+    attempt = values.get(ATTEMPT_VALUE)
+
+    def check() -> None:
+        if attempt is not None:
+            require_attempt(root, attempt)
+
+    def begin() -> Location | None:
+        if not is_writer:
+            return None
+        check()
+        return folders.create_temporary(root, step)
+
+    temporary = _agreed_below(world, root, begin)
     try:
         written = _agreed(world, root, lambda: _write_pieces(temporary, pieces, world.rank))
         gathered = world.control.gather([box.to_plain() for box in written])
@@ -54,8 +69,10 @@ def save_checkpoint(
             with suppress(HpcTrainError):
                 temporary.remove()
         raise
-    final = _agreed_below(world, root, lambda: folders.commit(temporary, root, step) if is_writer else None)
-    _agreed(world, root, lambda: folders.prune(root, step, keep) if is_writer else None)
+    final = _agreed_below(
+        world, root, lambda: folders.commit(temporary, root, step, check=check) if is_writer else None
+    )
+    _agreed(world, root, lambda: folders.prune(root, step, keep, check=check) if is_writer else None)
     return final
 
 

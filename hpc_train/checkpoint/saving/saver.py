@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hpc_train.checkpoint.copies.local_saves import LocalCopies
-from hpc_train.checkpoint.folders.attempt import shut_out_agents
+from hpc_train.checkpoint.folders.attempt import attempt_of, shut_out_agents
 from hpc_train.checkpoint.folders.folder import step_folder
 from hpc_train.checkpoint.folders.run_location import is_elsewhere, note_saved
 from hpc_train.checkpoint.format.state import StatePiece
@@ -289,10 +289,11 @@ class Saver:
             error.reporter = 0
             raise error from problem
         if self._world.rank == 0:
+            assert self._agent is not None
             try:
                 # One that was stopped may go on at any time.
-                shut_out_agents(self._root)
-            except CheckpointError as more:
+                shut_out_agents(self._root, attempt_of(self._agent[0]))
+            except (CheckpointError, OSError) as more:
                 warn(f"node agents could not be told that the ranks write now: {more}")
             warn(
                 f"{problem}{lost}: from here on the ranks write checkpoints by themselves, and training waits for "

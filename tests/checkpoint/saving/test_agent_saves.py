@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.files.write import Flow
-from hpc_train.checkpoint.folders.attempt import begin_attempt, require_attempt
+from hpc_train.checkpoint.folders.attempt import attempt_of, begin_attempt, require_agents, require_attempt
 from hpc_train.checkpoint.folders.folder import steps_newest_first
 from hpc_train.checkpoint.saving import agent_link, agent_saves, node_save, node_writer, shared_memory, snapshot
 from hpc_train.checkpoint.saving import saver as saver_module
@@ -341,18 +341,20 @@ def test_an_agent_that_is_stopped_does_not_hold_up_training(
     monkeypatch.setattr(CheckpointService, "answer", answer)
     hanging_store(monkeypatch, "write_first_node", release)
     (tmp_path / "root").mkdir()
-    begin_attempt(locate(tmp_path / "root"), "this start")
     limits = AgentLimits(silence_s=0.2, data_s=60.0, save_s=60.0)
 
     def train(rank: ThreadRank) -> bool:
         return rank.save(rank.saver(tmp_path / "root", key, limits=limits, finish_s=0.1), 1, must_last=True)
 
     with agents(1) as key:
+        begin_attempt(locate(tmp_path / "root"), attempt_of(key))
         assert run_threads(train, 2, one_node=True)[0] == [True, True]
     assert sum("node agent of n1 has answered nothing for " in line for line in said) == 1
     assert _steps(tmp_path / "root") == [1]
-    with pytest.raises(CheckpointError, match="another start"):
-        require_attempt(locate(tmp_path / "root"), "this start")  # it may wake up at any time, and commits nothing then
+    with pytest.raises(CheckpointError, match=r"the ranks write to .* by themselves now"):
+        # It may wake up at any time, and commits nothing then.
+        require_agents(locate(tmp_path / "root"), attempt_of(key))
+    require_attempt(locate(tmp_path / "root"), attempt_of(key))
 
 
 def test_a_store_that_hangs_ends_the_run_on_every_rank_with_the_node_whose_agent_waits_for_it(
