@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.checkpoint.folders.attempt import begin_attempt
+from hpc_train.checkpoint.folders.attempt import begin_attempt, require_attempt
 from hpc_train.checkpoint.folders.folder import newest_step, steps_newest_first
 from hpc_train.checkpoint.stores.bounded import bounded
 from hpc_train.checkpoint.stores.caller import Bound
@@ -86,9 +86,7 @@ def open_location(
             _require_saved(root, run_dir)
         else:
             _require_empty(root)
-        prepare(root, run_dir, num_bytes)
-        if attempt is not None:
-            begin_attempt(root, attempt)
+        prepare(root, run_dir, num_bytes, attempt)
 
     world.agree(problem_of(take, f"taking the folder of checkpoints on {world.node}") if world.rank == 0 else None)
     world.agree(problem_of(lambda: wait_for_folder(root), f"looking for the folder of checkpoints on {world.node}"))
@@ -103,14 +101,23 @@ def _in_words(problem: Exception, root: Location) -> Exception:
     return error
 
 
-def prepare(root: Location, run_dir: Path, num_bytes: int) -> None:
-    """What rank 0 does in `open_location`."""
+def prepare(root: Location, run_dir: Path, num_bytes: int, attempt: str | None = None) -> None:
+    """What rank 0 does in `open_location`.
+
+    A store may have no way to create a file only where there is none, so two starts in one moment may both have found
+    nobody there. Each looks again behind its attempt: who has written `attempt` last, and may save, owns the folder.
+    """
     _require_same_place(root, run_dir)
     root.make_folder()
     if is_elsewhere(root, run_dir):
         _claim(root, run_dir.resolve())
     _require_space(root, num_bytes)
     _try_writing(root)
+    if attempt is not None:
+        begin_attempt(root, attempt)
+        if is_elsewhere(root, run_dir):
+            _claim(root, run_dir.resolve())
+        require_attempt(root, attempt)
     if is_elsewhere(root, run_dir):
         write_checkpoints_note(run_dir, CheckpointsNote(str(root), newest_step(root)))
 
