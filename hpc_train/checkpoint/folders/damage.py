@@ -1,7 +1,8 @@
 """What a start has found wrong with the bytes of a checkpoint, which its files' sizes do not tell. Needs no torch.
 
-It is noted for who removes older checkpoints. The next start tries it all the same: what was damaged may have been the
-memory of the node that read it.
+It is noted for who removes older checkpoints, and for these bytes alone: what is wrong with a manifest or with files'
+sizes everybody finds who looks. The next start tries it all the same: what was damaged may have been the memory of the
+node that read it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def mark_damaged(path: Location, why: str | None) -> None:
 
 
 def damage_found(path: Location) -> str | None:
-    """What a start has found wrong with the bytes of a checkpoint; None where it found nothing."""
+    """In words what a start has found wrong with the bytes of a checkpoint; None where it found nothing."""
     try:
-        return (path / DAMAGED_FILE).read_text().strip()
+        told = (path / DAMAGED_FILE).read_text().strip()
     except FileNotFoundError:
         return None
+    return f"a start has found {path} damaged: {told}. It counts again without its file `{DAMAGED_FILE}`"

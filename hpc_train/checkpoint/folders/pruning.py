@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.checkpoint.folders.damage import DAMAGED_FILE, damage_found
+from hpc_train.checkpoint.folders.damage import damage_found
 from hpc_train.checkpoint.folders.folder import (
     read_committed,
     remove_checkpoint,
@@ -66,7 +66,7 @@ def _problem(path: Location, progress: Advance | None) -> str | None:
     try:
         read_committed(path)
         if (told := damage_found(path)) is not None:
-            return f"a start has found {path} damaged: {told}. It counts again without its file `{DAMAGED_FILE}`"
+            return told
         return next(verify(path, progress), None) if progress is not None else None
     except CheckpointError as error:
         if is_unread(error):

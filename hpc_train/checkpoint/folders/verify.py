@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hpc_train.checkpoint.folders.damage import damage_found
 from hpc_train.checkpoint.folders.folder import (
     NO_FOLDER,
     read_committed,
@@ -29,8 +30,8 @@ _BLOCK_BYTES = 16 << 20
 class Listed:
     """What has the name of a checkpoint, or had it.
 
-    problem: why it cannot be used, or None. num_bytes: of the files of its manifest. written_at: seconds since 1970, or
-    None where the store does not say.
+    problem: why it cannot be used or does not count, or None. num_bytes: of the files of its manifest. written_at:
+    seconds since 1970, or None where the store does not say.
     """
 
     path: Location
@@ -45,7 +46,7 @@ class Listed:
 def list_checkpoints(root: Location) -> list[Listed]:
     """All that has the name of a committed checkpoint below `root`, oldest first, and what was set aside.
 
-    Sizes are compared, contents are not read.
+    Sizes are compared, contents are not read; what a start has found in them is told.
 
     Raises:
         StoreError: the store does not answer.
@@ -94,14 +95,14 @@ def _look_at(root: Location, entry: Entry, step: int, is_latest: bool) -> Listed
     if not entry.is_folder:
         return _unusable(root, entry, step, NO_FOLDER, is_latest)
     try:
-        manifest = read_committed(root / entry.name)
+        manifest, problem = read_committed(root / entry.name), damage_found(root / entry.name)
     except CheckpointError as error:
         if is_outage(error):
             raise
         return _unusable(root, entry, step, str(error), is_latest)
     num_bytes = sum(manifest.files.values())
     changed_at = _changed_at(root, entry)
-    return Listed(root / entry.name, step, num_bytes, len(manifest.tensors), changed_at, is_latest, problem=None)
+    return Listed(root / entry.name, step, num_bytes, len(manifest.tensors), changed_at, is_latest, problem)
 
 
 def _unusable(root: Location, entry: Entry, step: int, problem: str, is_latest: bool = False) -> Listed:

@@ -19,7 +19,7 @@ from hpc_train.checkpoint.stores.backend import BackendWriter
 from hpc_train.checkpoint.stores.local_store import LocalBackend
 from hpc_train.checkpoint.stores.location import locate
 from hpc_train.cli import main
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, ExitCode
 from hpc_train.launch.run_folder import newest_saved_step
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
@@ -99,11 +99,33 @@ def test_what_a_start_has_found_damaged_is_neither_counted_nor_removed_until_one
     why = f"a start has found {root}/step_0000006 damaged: {root}/step_0000006/__0_0.distcp is damaged: the checksum"
     assert f"left     step_0000006, which cannot be used: {why}" in capsys.readouterr().out
     assert _steps(run) == [6, 8]
+    assert main(["ckpt", "ls", str(run)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step_0000006  20") and why in first and second.endswith("tensors  (latest)")
     shutil.rmtree(root / "step_0000008")
     _flip(run, 6)
     assert plain_state.load(Alone(), root, ELEMENTS) == 6
     plain_state.save(Alone(), root, 7, ELEMENTS, keep=1)
     assert _steps(run) == [7]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_manifest_that_was_cut_short_needs_no_note_to_count_for_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    """As `DAMAGED_FILE` has it for bits that have changed: everybody who looks finds it."""
+    root = run / "checkpoints"
+    manifest = root / "step_0000006" / MANIFEST_FILE
+    os.truncate(manifest, int(manifest.stat().st_size * share))
+    assert plain_state.load(Alone(), root, ELEMENTS) == 5
+    for step in (7, 8):
+        plain_state.save(Alone(), root, step, ELEMENTS, keep=2)
+    assert _steps(run) == [6, 7, 8]
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+    assert "left     step_0000006, which cannot be used: " in capsys.readouterr().out and _steps(run) == [6, 8]
+    assert main(["ckpt", "ls", str(run)]) == 0
+    assert "is damaged" in capsys.readouterr().out.splitlines()[0]
+    assert main(["ckpt", "verify", str(root / "step_0000006")]) == ExitCode.CHECKPOINT
 
 
 def test_damage_that_cannot_be_noted_is_told(
