@@ -30,6 +30,7 @@ from hpc_train.checkpoint.saving import saver as saver_module
 from hpc_train.checkpoint.saving.node_writer import CheckpointService
 from hpc_train.checkpoint.saving.saver import Saver
 from hpc_train.checkpoint.stores.location import locate
+from hpc_train.cli import main
 from hpc_train.cluster.agent_address import AgentConnection
 from hpc_train.cluster.agent_wait import AgentWait
 from hpc_train.comm.world import World
@@ -309,6 +310,24 @@ def test_the_newest_save_that_is_whole_and_good_is_gone_on_from_on_disks_or_in_t
         "gone back": "step 2 was in the store when it was copied, which has none now",
     }.items():
         assert words in found[name][2], (name, found[name][2])
+
+
+def test_no_copy_leads_back_to_a_checkpoint_that_is_set_aside(saved: _Site, tmp_path: Path) -> None:
+    """Neither one that was made along with it, nor a newer one; where all of step 4 is there, it may be used."""
+    site = saved.copy(tmp_path / "site")
+    _saved(site, [("save", 4), ("save", 5), ("copy", 6)], keep=2)
+    newest, along = site.root / step_folder(5), site.copy(tmp_path / "along")
+    for disk, node in ((0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)):
+        shutil.rmtree(along.part(disk, 6, node))
+    for place in (site, along):
+        assert main(["ckpt", "set-aside", str(place.root / step_folder(5))]) == 0
+    found = _loaded({"newer": site.told(), "along": along.told()})
+    assert [step for step, _, _ in found.values()] == [4, 4]
+    for name, step in (("newer", 6), ("newer", 5), ("along", 5)):
+        told = "step 5 was in the store when it was copied, which has step 4 as the newest one now"
+        assert f"step {step} on the nodes' own disks is left out: {told}" in found[name][2]
+    assert main(["ckpt", "set-aside", "--undo", f"{newest}.set-aside"]) == 0
+    assert _loaded({"back": site.told()})["back"][:2] == (6, True)
 
 
 def test_fewer_and_other_nodes_go_on_where_all_parts_are_at_hand(saved: _Site, tmp_path: Path) -> None:
