@@ -8,7 +8,7 @@ list, each by itself, and goes on beside the work behind it:
 - cool-down: a backward likewise waits for its own receive alone
 
 A send is awaited when a message has come that was made behind its receive, so that it costs no time and its tensor is
-let go; what is left at the end.
+let go; without backwards no such message comes, and a later send waits for it; what is left at the end.
 
 Source of the phases: Jiang et al., "MegaScale", NSDI'24, section 3.2.
 """
@@ -186,6 +186,7 @@ class Pipeline:
         else:
             tensor = step.here.pop((Payload.GRADIENT, micro_batch, own))
         tensor = tensor.contiguous()
+        self._end_sends(action, step)
         group = self._groups[Direction.of(self.stage, action.peer)]
         step.sending[action.peer].append((send_to(tensor, action.peer, group), tensor))
 
@@ -203,10 +204,14 @@ class Pipeline:
             return step.here.pop(key)
         receive, work, tensor = step.arriving.pop(key)
         work.wait()
-        assert receive.peer is not None
-        for _ in range(receive.sends_over):
-            step.sending[receive.peer].popleft()[0].wait()
+        self._end_sends(receive, step)
         return tensor
+
+    def _end_sends(self, action: Action, step: _Step) -> None:
+        """Let go of the sends to the action's peer that are over, or that it waits for."""
+        assert action.peer is not None
+        for _ in range(action.sends_over):
+            step.sending[action.peer].popleft()[0].wait()
 
     def _stream(self, inputs: Inputs, chunk: Transformer) -> torch.Tensor:
         """Room for a micro-batch's residual stream, or its gradient: every stage knows its shape."""

@@ -257,7 +257,8 @@ def _inputs_bytes(config: Config, mesh: Mesh, parts: Sequence[ModelPart], shape:
 
 def _messages_bytes(config: Config, mesh: Mesh, part: ModelPart, shape: Shape, in_flight: int) -> int:
     """What a stage keeps to send and to receive. It lets go of an activation with its backward, and of a gradient when
-    it has an activation that the receiver made behind it, of the last ones at the end of the step.
+    it has an activation that the receiver made behind it, of the last ones at the end of the step. An evaluation keeps
+    no more: plan_forward_only lets few sends be under way.
     """
     if mesh.pp == 1:
         return 0

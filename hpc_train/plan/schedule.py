@@ -5,7 +5,8 @@ model_chunks. Its list of actions is executed in order, by these rules:
 
 - F, B and W keep the stage busy. F and B first wait for what they need from another stage.
 - `send` and `recv` are posted and not waited for: a recv is awaited by the F or B that needs it, a send at the
-  end of the list. So a recv that stands before an earlier F or B is received beside it.
+  end of the list, or by a later send with `sends_over`. So a recv that stands before an earlier F or B is received
+  beside it.
 - Between two stages each direction is one channel, and the k-th send of a channel meets its k-th recv. NCCL
   matches by that order and has no tags; as operations of one communicator run one after another, an executor on
   NCCL needs a communicator for each direction: UP to stages of a higher number, DOWN to those of a lower one,
@@ -81,9 +82,9 @@ class Action:
     """One entry of a stage's list.
 
     micro_batch: None for collectives, which are of a whole model_chunk. model_chunk: the stage's own, the one that
-    made what is sent or needs what is received. peer, payload: of send and recv only. sends_over: of a recv, how many
-    of the stage's sends to the peer, the oldest first, are over when it has come, beside those that were before: their
-    receiver used them before it made what comes.
+    made what is sent or needs what is received. peer, payload: of send and recv only. sends_over: how many of the
+    stage's sends to the peer, the oldest first, are over beside those that were before. Of a recv, when it has come:
+    their receiver used them before it made what comes. Of a send, before it is posted, which waits for them.
     """
 
     op: Op

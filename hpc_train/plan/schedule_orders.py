@@ -19,7 +19,7 @@ from typing import Literal
 from hpc_train.errors import ConfigError
 from hpc_train.plan.changes import Change, SizesError
 from hpc_train.plan.schedule import Action, Op, Schedule, StageLists
-from hpc_train.plan.schedule_transfers import with_transfers
+from hpc_train.plan.schedule_transfers import with_few_sends, with_transfers
 
 Kind = Literal["1f1b", "zero_bubble"]
 
@@ -29,6 +29,13 @@ MOST_ALIKE = 5
 Derived: from a stage's next forward back to its oldest open weight gradient are at most (v - 1)(p + 1) + 2(p - 1) of
 its actions of a kind, and a group has v p or more; so what is in work is of 4 groups at most, and with the fifth every
 such set within groups of one size has been there.
+"""
+
+FEW_SENDS = 2
+"""Sends that an evaluation has under way to the next stage.
+
+Derived, for stages that take equally long: when a stage has done a forward, the next stage has begun the one before,
+and so has posted the receive of this one. So one under way would hold up nothing; with two, times may vary.
 """
 
 
@@ -107,13 +114,22 @@ def plan_zero_bubble(
 
 
 def plan_forward_only(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Every micro-batch forward through the stages, for an evaluation; any number of them."""
+    """Every micro-batch forward through the stages, for an evaluation; any number of them.
+
+    A stage keeps few tensors to send, however many micro-batches there are. Only what the last stage sends to the first
+    one waits there for its turn: of a group with more micro-batches than stages those beyond them.
+
+    Where a round of the chunks has few micro-batches, a receive that was posted an action ahead could be of the next
+    round and hold up, in the queue of its direction, a send that this round waits for. There none is.
+    """
     sizes = _listed(_group_sizes(num_stages, num_micro_batches))
     forwards = _Orders(num_stages, sizes, virtual_stages).forwards
     chunks = chunks_of_stages(num_stages, virtual_stages)
+    ahead = int(virtual_stages == 1 or num_micro_batches >= num_stages - 1)
 
     def actions_of(stage: int) -> Sequence[Action]:
-        return with_transfers(stage, [forwards] * num_stages, chunks, num_micro_batches)
+        actions = with_transfers(stage, [forwards] * num_stages, chunks, num_micro_batches, ahead=ahead)
+        return with_few_sends(actions, {0: max(FEW_SENDS, sizes[0] - num_stages), stage + 1: FEW_SENDS})
 
     return Schedule(num_micro_batches, chunks, StageLists(num_stages, actions_of))
 

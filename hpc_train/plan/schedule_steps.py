@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,7 @@ class _Stage:
         self.first = pipeline * schedule.num_stages
         self.same_stages = tuple(stage + other * schedule.num_stages for other in range(num_pipelines))
         self.posted: set[Hashable] = set()
+        self.sending: defaultdict[int, deque[Content]] = defaultdict(deque)
 
     def steps(self) -> list[Step]:
         steps = []
@@ -100,6 +102,11 @@ class _Stage:
             wanted = [Content(Op.OFFLOAD, chunk, action.micro_batch)]
         elif action.op is Op.UPDATE:
             wanted = [Content(Op.REDUCE_SCATTER, chunk)]
+        elif action.op is Op.SEND:
+            assert action.peer is not None and action.payload is not None
+            sending = self.sending[action.peer]
+            wanted = [sending.popleft() for _ in range(action.sends_over)]
+            sending.append(Content(action.payload, chunk, action.micro_batch))
         else:
             post = self._post(action, chunk, cost)
             return Step(busy=0 if post else cost, post=post)

@@ -7,7 +7,9 @@ executes one list, need not plan the others of a long pipeline.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hpc_train.plan.schedule import Action, Op, Payload, places_of
 
@@ -18,18 +20,23 @@ _NOWHERE = -1
 
 
 def with_transfers(
-    stage: int, compute: Sequence[Sequence[Action]], chunks: Sequence[Sequence[int]], num_micro_batches: int
+    stage: int,
+    compute: Sequence[Sequence[Action]],
+    chunks: Sequence[Sequence[int]],
+    num_micro_batches: int,
+    *,
+    ahead: int = 1,
 ) -> tuple[Action, ...]:
     """A stage's F, B and W with its sends and receives. compute: the F, B and W of each stage.
 
     Each send stands right behind the action that makes its payload. Each receive stands one F, B or W ahead of the
-    action that needs it, so that it runs beside that one; or still earlier, where another receive of the same
-    channel stands that the sender sends later.
+    action that needs it, or as many as `ahead` says, so that it runs beside that one; or still earlier, where another
+    receive of the same channel stands that the sender sends later.
 
     Raises:
         ValueError: the stage never does what another one's work is for.
     """
-    own = _Stage(stage, compute[stage], chunks, num_micro_batches)
+    own = _Stage(stage, compute[stage], chunks, num_micro_batches, ahead)
     channels = [own.channel_from(peer, compute[peer]) for peer in own.senders]
     done = [0] * len(channels)
     actions: list[Action] = []
@@ -46,13 +53,36 @@ def with_transfers(
     return tuple(actions)
 
 
+def with_few_sends(actions: Iterable[Action], most: Mapping[int, int]) -> tuple[Action, ...]:
+    """A stage's list in which each send but the first ones waits for the oldest that is under way to the same stage.
+
+    That bounds what is kept to be sent where no receive says that sends are over. most: by the stage that they go to,
+    how many may be under way.
+    """
+    sending: Counter[int] = Counter()
+    bounded: list[Action] = []
+    for action in actions:
+        num_over = 0
+        if action.op is Op.SEND:
+            assert action.peer is not None, "a send has one"
+            num_over = int(sending[action.peer] == most[action.peer])
+            sending[action.peer] += 1 - num_over
+        bounded.append(action if action.sends_over == num_over else replace(action, sends_over=num_over))
+    return tuple(bounded)
+
+
 class _Stage:
     """One stage's work, and where in it stands what other stages make or need."""
 
     def __init__(
-        self, stage: int, work: Sequence[Action], chunks: Sequence[Sequence[int]], num_micro_batches: int
+        self,
+        stage: int,
+        work: Sequence[Action],
+        chunks: Sequence[Sequence[int]],
+        num_micro_batches: int,
+        ahead: int,
     ) -> None:
-        self.stage, self.work = stage, work
+        self.stage, self.work, self.ahead = stage, work, ahead
         self._from, self._to = _neighbours(stage, chunks, -1), _neighbours(stage, chunks, 1)
         self.senders = sorted({peer for peer, _ in self._from.values()})
         self.receivers = {part: peer for part, (peer, _) in self._to.items()}
@@ -87,7 +117,7 @@ class _Stage:
                 told = num_over
                 while num_over < len(sent) and used[sent[num_over]]:
                     num_over += 1
-                posts.append(max(index - 1, 0))
+                posts.append(max(index - self.ahead, 0))
                 receives.append(Action(Op.RECV, micro_batch, own, peer, _PAYLOADS[op], num_over - told))
         for place in range(len(posts) - 1, 0, -1):
             posts[place - 1] = min(posts[place - 1], posts[place])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,14 +12,17 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import ConfigError
 from hpc_train.plan.check_schedule import check_in_order, check_schedule
+from hpc_train.plan.play import find_mismatch, play
 from hpc_train.plan.schedule import COMPUTE, Op, Payload, Schedule
 from hpc_train.plan.schedule_orders import (
+    FEW_SENDS,
     bubble_formula,
     plan_1f1b,
     plan_forward_only,
     plan_schedule,
     plan_zero_bubble,
 )
+from hpc_train.plan.schedule_steps import pipeline_steps
 from hpc_train.plan.simulate import even_costs, simulate
 from tests.plan.drawn_schedules import planned_schedules
 from tests.plan.hand_schedules import is_sound, parse, written
@@ -123,6 +128,46 @@ def test_forwards_alone_hand_every_micro_batch_through_all_chunks(stages, micro_
     if micro_batches >= stages:
         costs = even_costs(forward=1, backward=0)
         assert simulate(schedule, costs).makespan == virtual * micro_batches + stages - 1
+
+
+def _without_waits(schedule: Schedule) -> Schedule:
+    """The same lists, where no send waits for another one."""
+    lists = [[replace(action, sends_over=0) for action in actions] for actions in schedule.actions]
+    return replace(schedule, actions=lists)
+
+
+def _most_sends(schedule: Schedule, stage: int, peer: int) -> int:
+    """Most sends to the peer at a time that are posted and that nothing has waited for."""
+    under_way = most = 0
+    for action in schedule.actions[stage]:
+        if action.peer == peer:
+            under_way += (action.op is Op.SEND) - action.sends_over
+            most = max(most, under_way)
+    return most
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 3), st.integers(0, 12))
+def test_forwards_alone_have_few_sends_under_way_and_neither_hang_nor_take_longer(stages, more, virtual, transfer):
+    schedule = plan_forward_only(stages, more, virtual)
+    for one_queue_each_way in (False, True):
+        assert not play(pipeline_steps([schedule], one_queue_each_way=one_queue_each_way)).stuck
+    assert find_mismatch(pipeline_steps([schedule])) is None
+    costs = even_costs(forward=6, backward=0, transfer=transfer)
+    assert simulate(schedule, costs).makespan == simulate(_without_waits(schedule), costs).makespan
+    for stage, peer in itertools.permutations(range(stages), 2):
+        assert _most_sends(schedule, stage, peer) <= (max(FEW_SENDS, stages - 1) if peer == 0 else FEW_SENDS)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+def test_an_evaluation_has_no_more_under_way_than_a_step_s_memory_is_counted_with(stages, virtual):
+    for num_micro_batches in range(stages, 4 * stages):
+        evaluation = plan_forward_only(stages, num_micro_batches, virtual)
+        training = plan_1f1b(stages, num_micro_batches, virtual_stages=virtual)
+        for stage in range(stages):
+            kept = _most_in_work(training, stage, Op.B) + 1
+            sent = sum(_most_sends(evaluation, stage, peer) for peer in range(stages))
+            assert sent <= kept
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
