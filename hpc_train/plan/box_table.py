@@ -104,12 +104,20 @@ def cut_boxes(
     return parts, box
 
 
-def overlaps(parts: BoxTable, needed: BoxTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def overlaps(parts: BoxTable, needed: BoxTable, num_alike: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of both tables whose boxes share elements, ascending by part, and how many each pair shares.
 
     All elements of all tensors are numbered row-major, one tensor behind the other. Boxes that share an element have
     ranges of numbers that overlap, and there are few others of which that is true; these are compared one by one.
+
+    num_alike: both tables consist of so many runs of the same boxes, each of tensors of its own; one run is compared.
     """
+    if num_alike > 1:
+        num_parts, num_needed = len(parts) // num_alike, len(needed) // num_alike
+        part, need, shared = overlaps(parts.rows(np.arange(num_parts)), needed.rows(np.arange(num_needed)))
+        run = np.repeat(np.arange(num_alike), len(part))
+        times = num_alike
+        return np.tile(part, times) + run * num_parts, np.tile(need, times) + run * num_needed, np.tile(shared, times)
     (low, high), (need_low, need_high) = _number_ranges(parts, needed)
     by_low = np.argsort(need_low, kind="stable")
     # Of the needs in this order, those before `first` end before a part begins, those from `stop` on begin behind it.

@@ -9,7 +9,7 @@ import numpy as np
 from hpc_train.config import Config
 from hpc_train.plan.checkpoint_load import plan_load
 from hpc_train.plan.checkpoint_readers import Places
-from hpc_train.plan.checkpoint_state import ITEM_BYTES, HeldState, held_state
+from hpc_train.plan.checkpoint_state import ITEM_BYTES, NUM_ALIKE, HeldState, held_state
 from hpc_train.plan.placement import Placement
 
 
@@ -40,7 +40,7 @@ def plan_checkpoint(config: Config, placement: Placement, rail_of_rank: np.ndarr
     written = written_by(saved, mesh.world_size)
     places = Places(np.asarray(placement.node_of_rank), rail_of_rank)
     item_bytes = np.full(len(saved.rank), ITEM_BYTES)
-    read = plan_load(saved.boxes, item_bytes, held.boxes, held.rank, places).bytes_read
+    read = plan_load(saved.boxes, item_bytes, held.boxes, held.rank, places, num_alike=NUM_ALIKE).bytes_read
     by_node = np.bincount(places.node, weights=read)
     return CheckpointFlow(
         num_bytes=int(written.sum()),

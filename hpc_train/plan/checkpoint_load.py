@@ -156,6 +156,7 @@ def plan_load(
     places: Places,
     chunk_bytes: int = CHUNK_BYTES,
     lies_on: np.ndarray | None = None,
+    num_alike: int = 1,
 ) -> LoadPlan:
     """Plan who reads what, and over whom it goes.
 
@@ -168,6 +169,7 @@ def plan_load(
         chunk_bytes: Most that is read and sent at once.
         lies_on: (len(stored),), the only node that has each; None: every node sees all. Ranks of that node read it,
             whether they need it or not.
+        num_alike: Of how many runs of the same boxes both tables consist, such as weights and their moments.
     """
     is_wanted = np.zeros(1 + int(stored.tensor.max(initial=-1)), dtype=bool)
     is_wanted[needed.tensor] = True
@@ -175,7 +177,7 @@ def plan_load(
     box_bytes = stored.num_elements * item_bytes
     share = int(box_bytes[is_wanted].sum()) // (len(places.node) * _PARTS_A_SHARE)
     parts, box_of_part = cut_boxes(stored, box_bytes, max(chunk_bytes, share), is_wanted)
-    pair_part, pair_need, shared = overlaps(parts, needed)
+    pair_part, pair_need, shared = overlaps(parts, needed, num_alike)
     # A box's checksum needs all of it, so of a box that is needed in part every part is read.
     box_is_needed = np.bincount(box_of_part[pair_part], minlength=len(stored)) > 0
     is_read = np.flatnonzero(box_is_needed[box_of_part])

@@ -21,6 +21,8 @@ ITEM_BYTES = 4
 """All of it is stored in fp32."""
 _PREFIXES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 """Of weights and of both moments, which AdamW and LAMB have alike."""
+NUM_ALIKE = len(_PREFIXES)
+"""Runs of the same boxes that a held state consists of."""
 _DIMS = 2
 """Most of any parameter."""
 
@@ -56,7 +58,7 @@ def held_state(config: Config, mesh: Mesh, *, counted: bool) -> HeldState:
             rank = mesh.rank_of(pp=stage % mesh.pp, tp=tp) + shard * mesh.tp
             columns.append((tensor, rank, num_dims, moved, sizes))
     tensor, rank, num_dims, offsets, sizes = map(np.concatenate, zip(*columns, strict=True))
-    times = len(_PREFIXES)
+    times = NUM_ALIKE
     of_prefix = np.concatenate([tensor + index * len(whole) for index in range(times)])
     boxes = BoxTable(
         of_prefix, np.tile(offsets, (times, 1)), np.tile(sizes, (times, 1)), np.tile(num_dims, times)

@@ -9,17 +9,17 @@ from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import dp_element_bytes, is_split_by_tokens, micro_batches_of
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.parameters import TensorSplit, plan_parameters
-from hpc_train.plan.schedule import COLLECTIVES, Action, Op, Schedule
+from hpc_train.plan.schedule import COLLECTIVES, COMPUTE, Action, Op, Schedule
 from hpc_train.plan.schedule_collectives import early_chunks, plan_training, updates_early
 from hpc_train.plan.schedule_steps import Costs
-from hpc_train.plan.simulate import simulate
+from hpc_train.plan.simulate import Makespans, time_of_work
 from hpc_train.plan.stages import chunk_costs, stage_parts
-from hpc_train.plan.steady import PLAYED_STEPS, step_period, without_needless_gathers
+from hpc_train.plan.steady import PLAYED_STEPS, StepPeriods, without_needless_gathers
 
 RATIOS = (0.2, 0.5, 0.8)
 """Of dp's transfers alone to compute alone, for which `best_hidden` says what can be hidden."""
 _MOST_PLAYED = 4000
-"""Forwards of all stages and chunks that are played (measured: 0.1 ms each for each ratio, while a plan is made)."""
+"""Forwards of all stages and chunks that are played (measured: 0.1 ms each, for three ratios together)."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,33 @@ class HiddenShare:
         return 1.0 - self.added / self.communication if self.communication else 1.0
 
 
-def hidden_share(schedule: Schedule, costs: Costs) -> HiddenShare:
+def hidden_shares(schedule: Schedule, costs: Sequence[Costs]) -> list[HiddenShare]:
     """The best that an execution of the schedule can do: everything begins as early as its list allows.
 
     Where gathers for the next step are begun early, of a step among others like it.
+
+    Args:
+        costs: Some, with a result for each; the pipeline's messages take no time in them.
     """
-
-    def without(stage: int, action: Action) -> int:
-        return 0 if action.op in COLLECTIVES else costs(stage, action)
-
-    of_stages = [
-        sum(costs(stage, action) for action in actions if action.op in COLLECTIVES)
-        for stage, actions in enumerate(without_needless_gathers(schedule).actions)
+    carried_out = without_needless_gathers(schedule)
+    steps = StepPeriods(schedule) if schedule.has_early_updates else Makespans(schedule)
+    return [
+        HiddenShare(
+            steps.of(of_action),
+            compute_alone(schedule, of_action),
+            max(
+                sum(of_action(stage, action) for action in actions if action.op in COLLECTIVES)
+                for stage, actions in enumerate(carried_out.actions)
+            ),
+        )
+        for of_action in costs
     ]
-    makespan = step_period(schedule, costs) if schedule.has_early_updates else simulate(schedule, costs).makespan
-    return HiddenShare(makespan, simulate(schedule, without).makespan, max(of_stages))
+
+
+def compute_alone(schedule: Schedule, costs: Costs) -> int:
+    """The makespan of a step if nothing but F, B and W took time."""
+    work = [[action for action in actions if action.op in COMPUTE] for actions in schedule.actions]
+    return time_of_work(work, schedule.chunks, costs)
 
 
 def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) -> tuple[tuple[float, float], ...]:
@@ -96,10 +108,9 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
     largest = (parameter_bytes + gradient_bytes) * max(sum(elements[stage :: mesh.pp]) for stage in range(mesh.pp))
     # A backward is twice a forward, or a third each for its B and W.
     thirds = {Op.F: 1, Op.B: 1 if schedule.splits_backward else 2, Op.W: 1}
-    found = []
-    for ratio in ratios:
 
-        def cost(stage: int, action: Action, ratio: float = ratio) -> int:
+    def cost_with(ratio: float) -> Costs:
+        def cost(stage: int, action: Action) -> int:
             chunk = schedule.chunks[stage][action.model_chunk]
             if action.op in thirds:
                 return compute[chunk] * thirds[action.op] // 3
@@ -107,8 +118,10 @@ def best_hidden(config: Config, mesh: Mesh, ratios: Sequence[float] = RATIOS) ->
                 return int(ratio * busiest / largest * elements[chunk] * widths[action.op])
             return 0
 
-        found.append((ratio, hidden_share(schedule, cost).share))
-    return tuple(found)
+        return cost
+
+    found = hidden_shares(schedule, [cost_with(ratio) for ratio in ratios])
+    return tuple((ratio, hidden.share) for ratio, hidden in zip(ratios, found, strict=True))
 
 
 def _chunk_elements(config: Config, mesh: Mesh) -> list[int]:

@@ -7,37 +7,41 @@ from collections.abc import Sequence
 
 from hpc_train.config import Config
 from hpc_train.plan.axis_bytes import micro_batches_of
-from hpc_train.plan.hidden import RATIOS, HiddenShare
+from hpc_train.plan.hidden import RATIOS, HiddenShare, compute_alone
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.schedule import TRANSFERS, Action, Op, Schedule
+from hpc_train.plan.schedule import Action, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_schedule
 from hpc_train.plan.schedule_steps import Costs
-from hpc_train.plan.simulate import simulate
+from hpc_train.plan.simulate import Makespans
 from hpc_train.plan.stages import chunk_costs
 
 _MOST_PLAYED = 2000
-"""Forwards of all stages and chunks that are played (measured: 0.1 ms each for each ratio, while a plan is made)."""
+"""Forwards of all stages and chunks that are played (measured: 0.1 ms each, for three ratios together)."""
 
 
-def hidden_messages(schedule: Schedule, costs: Costs) -> HiddenShare:
-    """The best that an execution of the schedule can do: every message begins as early as its list allows.
+def hidden_messages(schedule: Schedule, costs: Sequence[Costs]) -> list[HiddenShare]:
+    """For each of the costs the best that an execution of the schedule can do: every message begins as early as its
+    list allows. Nothing else than work and messages takes time.
 
     communication: of the line from one stage to another one that has most, its messages one behind the other. Where a
     micro-batch has several such lines on its way, a step may become longer by more than that; the share is then below
     0.
     """
+    makespans = Makespans(schedule)
+    return [
+        HiddenShare(makespans.of(of_action), compute_alone(schedule, of_action), _busiest_line(schedule, of_action))
+        for of_action in costs
+    ]
 
-    def without(stage: int, action: Action) -> int:
-        return 0 if action.op in TRANSFERS else costs(stage, action)
 
+def _busiest_line(schedule: Schedule, costs: Costs) -> int:
+    """Of the messages from one stage to another."""
     lines: Counter[tuple[int, int | None]] = Counter()
     for stage, actions in enumerate(schedule.actions):
         for action in actions:
             if action.op is Op.SEND:
                 lines[stage, action.peer] += costs(stage, action)
-    return HiddenShare(
-        simulate(schedule, costs).makespan, simulate(schedule, without).makespan, max(lines.values(), default=0)
-    )
+    return max(lines.values(), default=0)
 
 
 def best_hidden_messages(
@@ -69,9 +73,6 @@ def best_hidden_messages(
         return cost
 
     # One for each message shows how many the busiest line has.
-    alone = hidden_messages(schedule, cost_with(1))
-    found = []
-    for ratio in ratios:
-        message = int(ratio * alone.compute / alone.communication)
-        found.append((ratio, max(0.0, hidden_messages(schedule, cost_with(message)).share)))
-    return tuple(found)
+    alone, num_messages = compute_alone(schedule, cost_with(1)), _busiest_line(schedule, cost_with(1))
+    found = hidden_messages(schedule, [cost_with(int(ratio * alone / num_messages)) for ratio in ratios])
+    return tuple((ratio, max(0.0, hidden.share)) for ratio, hidden in zip(ratios, found, strict=True))

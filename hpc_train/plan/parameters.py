@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from hpc_train.config import Config, ModelConfig
@@ -80,11 +81,12 @@ class TensorSplit:
         size = config.vocab_size
         return range(size * self.tp_rank // self.tp, size * (self.tp_rank + 1) // self.tp)
 
-    def owns_kv_head(self, config: ModelConfig, head: int) -> bool:
-        """Whether this place is the first one that holds the head."""
+    def num_foreign_kv_heads(self, config: ModelConfig) -> int:
+        """How many of this place's key/value heads one before it holds too: they are the first ones."""
         if self.tp_rank == 0:
-            return True
-        return head not in TensorSplit(self.tp, self.tp_rank - 1, self.sequence_parallel).kv_heads(config)
+            return 0
+        before = TensorSplit(self.tp, self.tp_rank - 1, self.sequence_parallel).kv_heads(config)
+        return max(0, before.stop - self.kv_heads(config).start)
 
     def shares_kv_heads(self, config: ModelConfig) -> bool:
         """Whether any two places hold the same key/value head."""
@@ -187,10 +189,13 @@ def _check_tiles(config: Config, tp: int) -> None:
     )
 
 
+@lru_cache(maxsize=1024)
 def plan_parameters(
     config: ModelConfig, max_seq_len: int, part: ModelPart, split: TensorSplit
 ) -> tuple[LocalParameter, ...]:
-    """This rank's parameters, in the order in which its model part names them."""
+    """This rank's parameters, in the order in which its model part names them. Traffic, memory, hidden communication
+    and the checkpoint of a plan ask for the same ones, so many are remembered.
+    """
     return tuple(_parameters(config, max_seq_len, part, split))
 
 
@@ -258,7 +263,7 @@ def _key_value(name: str, config: ModelConfig, split: TensorSplit) -> Iterator[L
     rows = _scaled(heads, size)
     tp_sum: Literal["none", "kv"] = "kv" if split.shares_kv_heads(config) else "none"
     # Each head is counted where it is held first, so what a place counts of its heads are the last ones.
-    num_foreign = sum(1 for head in heads if not split.owns_kv_head(config, head))
+    num_foreign = split.num_foreign_kv_heads(config)
     shapes: list[tuple[str, tuple[int, ...]]] = [("weight", (config.kv_heads * size, config.hidden_size))]
     if config.family == "gpt":
         shapes.append(("bias", (config.kv_heads * size,)))

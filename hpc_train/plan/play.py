@@ -10,21 +10,20 @@ looked at, so one play finds every deadlock and exact times.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Channel:
+class Channel(NamedTuple):
     """Processes, by their index, that meet in a fixed order."""
 
     name: Hashable
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Post:
+class Post(NamedTuple):
     """One member's part in a meeting. content: must be the same for all members.
 
     duration: how long the meeting takes once all are there; the longest that a member gives counts. queue: of the
@@ -37,8 +36,7 @@ class Post:
     queue: Hashable | None = None
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Wait for contents posted earlier, be busy for some time, then post."""
 
     waits: tuple[Hashable, ...] = ()
@@ -93,26 +91,76 @@ def find_mismatch(processes: Sequence[Sequence[Step]]) -> Mismatch | None:
 
 def play(processes: Sequence[Sequence[Step]]) -> Played:
     """Do all steps as early as their waits allow. Contents must be unique within a process, and match."""
+    course = find_course(processes)
+    busy = [[step.busy for step in steps] for steps in processes]
+    ends = course.ends(busy, [[step.post.duration if step.post else 0 for step in steps] for steps in processes])
+    spans = tuple(
+        tuple((ends[event] - length, ends[event]) for event, length in zip(events, lengths, strict=False))
+        for events, lengths in zip(course.steps, busy, strict=True)
+    )
+    # One that is stuck never gets to see what it posted last.
+    is_stuck = {found.process for found in course.stuck}
+    last = tuple(
+        max((ends[event] for event in (events[-1:] if process in is_stuck else events + met)), default=0)
+        for process, (events, met) in enumerate(zip(course.steps, course.meetings, strict=True))
+    )
+    return Played(spans, last, course.stuck)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What waits for what when lists are played, whatever the times: found once, it gives those of many costs.
+
+    Events are steps and meetings, numbered so that each comes behind all that it waits for.
+
+    before: the events that each waits for. steps: by process, the events of the steps that are done. meetings: by
+    process, the events of its meetings that are held. posts: meeting, process and step of each post of these.
+    """
+
+    before: Sequence[Sequence[int]]
+    steps: Sequence[list[int]]
+    meetings: Sequence[list[int]]
+    posts: Sequence[tuple[int, int, int]]
+    stuck: tuple[Stuck, ...]
+
+    def ends(self, busy: Sequence[Sequence[int]], durations: Sequence[Sequence[int]]) -> list[int]:
+        """When each event is over. busy, durations: of each process and step, in place of its Step's and Post's."""
+        lengths = [0] * len(self.before)
+        for events, of_process in zip(self.steps, busy, strict=True):
+            for event, length in zip(events, of_process, strict=False):
+                lengths[event] = length
+        for event, process, step in self.posts:
+            lengths[event] = max(lengths[event], durations[process][step])
+        ends: list[int] = []
+        for before, length in zip(self.before, lengths, strict=True):
+            start = 0
+            for event in before:
+                if ends[event] > start:
+                    start = ends[event]
+            ends.append(start + length)
+        return ends
+
+
+def find_course(processes: Sequence[Sequence[Step]]) -> Course:
+    """The course of a play of these lists."""
     return _Play(processes).run()
 
 
-@dataclass
 class _Meeting:
-    """What is known of a meeting: each member's queue, and when the last one that has posted did so."""
+    """What is known of a meeting: its members' queues, and the steps that posted it, as process, step and event."""
 
-    channel: Channel
-    content: Hashable
-    queues: list[_Queue] = field(default_factory=list)
-    start: int = 0
-    duration: int = 0
+    def __init__(self, channel: Channel, content: Hashable) -> None:
+        self.channel, self.content = channel, content
+        self.queues: list[_Queue] = []
+        self.posts: list[tuple[int, int, int]] = []
 
 
-@dataclass
 class _Queue:
-    """Meetings that a process has posted and that are not over, in order, and when the last one before them was."""
+    """Meetings that a process has posted and that are not over, in order, and the event of the last one before them."""
 
-    meetings: deque[_Meeting] = field(default_factory=deque)
-    last_end: int = 0
+    def __init__(self) -> None:
+        self.meetings: deque[_Meeting] = deque()
+        self.last: int | None = None
 
     @property
     def first(self) -> _Meeting | None:
@@ -122,76 +170,85 @@ class _Queue:
 class _Play:
     def __init__(self, processes: Sequence[Sequence[Step]]) -> None:
         self.processes = processes
-        self.clocks = [0] * len(processes)
-        self.spans: list[list[tuple[int, int]]] = [[] for _ in processes]
+        self.before: list[Sequence[int]] = []
+        self.steps: list[list[int]] = [[] for _ in processes]
+        self.held: list[list[int]] = [[] for _ in processes]
+        self.held_posts: list[tuple[int, int, int]] = []
         self.posted: list[list[Hashable]] = [[] for _ in processes]
         self.arrived: list[dict[Hashable, int]] = [{} for _ in processes]
-        self.num_posts: Counter[tuple[Channel, int]] = Counter()
         self.meetings: dict[Channel, list[_Meeting]] = {}
-        self.queues: dict[tuple[int, Hashable], _Queue] = {}
+        # Of each process, by channel: how many meetings it has posted, and its queue.
+        self.places: list[dict[Channel, int]] = [{} for _ in processes]
+        self.queues: list[dict[Hashable, _Queue]] = [{} for _ in processes]
         self.waiting: dict[int, Hashable] = {}
         self.ready = list(range(len(processes)))
 
-    def run(self) -> Played:
+    def run(self) -> Course:
         while self.ready:
             self._advance(self.ready.pop())
-        stuck = [Stuck(process, len(self.spans[process]), content) for process, content in self.waiting.items()]
-        return Played(
-            tuple(map(tuple, self.spans)), tuple(self.clocks), tuple(sorted(stuck, key=lambda found: found.process))
-        )
+        stuck = [Stuck(process, len(self.steps[process]), content) for process, content in self.waiting.items()]
+        in_order = tuple(sorted(stuck, key=lambda found: found.process))
+        return Course(self.before, self.steps, self.held, self.held_posts, in_order)
 
     def _advance(self, process: int) -> None:
         """Do the steps of a process until one of them has to wait, or to its end."""
-        steps, spans, arrived = self.processes[process], self.spans[process], self.arrived[process]
-        while len(spans) < len(steps):
-            step = steps[len(spans)]
+        todo, steps, arrived = self.processes[process], self.steps[process], self.arrived[process]
+        while len(steps) < len(todo):
+            step = todo[len(steps)]
             if self._waits_for(process, step.waits):
                 return
-            start = max([self.clocks[process], *(arrived[content] for content in step.waits)])
-            self.clocks[process] = start + step.busy
-            spans.append((start, start + step.busy))
+            event = len(self.before)
+            self.before.append((*steps[-1:], *[arrived[content] for content in step.waits]))
+            steps.append(event)
             if step.post:
                 self.posted[process].append(step.post.content)
                 self._join(process, step.post)
-        if not self._waits_for(process, self.posted[process]):
-            self.clocks[process] = max([self.clocks[process], *arrived.values()])
+        self._waits_for(process, self.posted[process])
 
     def _waits_for(self, process: int, contents: Sequence[Hashable]) -> bool:
+        arrived = self.arrived[process]
         for content in contents:
-            if content not in self.arrived[process]:
+            if content not in arrived:
                 self.waiting[process] = content
                 return True
         return False
 
     def _join(self, process: int, post: Post) -> None:
-        place = self.num_posts[post.channel, process]
-        self.num_posts[post.channel, process] += 1
-        meetings = self.meetings.setdefault(post.channel, [])
+        channel, places = post.channel, self.places[process]
+        place = places.get(channel, 0)
+        places[channel] = place + 1
+        meetings = self.meetings.setdefault(channel, [])
         if place == len(meetings):
-            meetings.append(_Meeting(post.channel, post.content))
+            meetings.append(_Meeting(channel, post.content))
         meeting = meetings[place]
-        queue = self.queues.setdefault((process, post.channel if post.queue is None else post.queue), _Queue())
+        of_process, key = self.queues[process], channel if post.queue is None else post.queue
+        queue = of_process.get(key)
+        if queue is None:
+            queue = of_process[key] = _Queue()
         queue.meetings.append(meeting)
         meeting.queues.append(queue)
-        meeting.start = max(meeting.start, self.clocks[process])
-        meeting.duration = max(meeting.duration, post.duration)
+        meeting.posts.append((process, len(self.steps[process]) - 1, self.steps[process][-1]))
         self._hold([meeting])
 
     def _hold(self, possible: list[_Meeting]) -> None:
         """Hold those meetings whose members are all there and have nothing before them, and what that sets free."""
         while possible:
             meeting = possible.pop()
-            queues = meeting.queues
+            queues, content = meeting.queues, meeting.content
             if len(queues) < len(meeting.channel.members) or any(queue.first is not meeting for queue in queues):
                 continue
-            end = max([meeting.start, *(queue.last_end for queue in queues)]) + meeting.duration
+            event = len(self.before)
+            last = [queue.last for queue in queues if queue.last is not None]
+            self.before.append((*last, *[posted for _, _, posted in meeting.posts]))
             for queue in queues:
                 queue.meetings.popleft()
-                queue.last_end = end
+                queue.last = event
                 if queue.first:
                     possible.append(queue.first)
-            for member in meeting.channel.members:
-                self.arrived[member][meeting.content] = end
-                if self.waiting.get(member) == meeting.content:
-                    del self.waiting[member]
-                    self.ready.append(member)
+            for process, step, _ in meeting.posts:
+                self.held_posts.append((event, process, step))
+                self.held[process].append(event)
+                self.arrived[process][content] = event
+                if process in self.waiting and self.waiting[process] == content:
+                    del self.waiting[process]
+                    self.ready.append(process)

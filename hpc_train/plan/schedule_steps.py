@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpc_train.plan.play import Channel, Post, Step
 from hpc_train.plan.schedule import COLLECTIVES, Action, Direction, Op, Payload, Schedule
@@ -27,8 +28,7 @@ class Process:
         return Process(*divmod(index, num_stages))
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """What a meeting is about. chunk: the global one that made a payload, or whose collective or copy it is."""
 
     what: str

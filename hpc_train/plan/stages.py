@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal
@@ -164,17 +164,14 @@ def split_layers(costs: Sequence[int], first_extra: int, last_extra: int, num_st
         )
     if min(*costs, first_extra, last_extra) < 0:
         raise ValueError(f"costs must be 0 or more: {list(costs)}, {first_extra}, {last_extra}")
-    sums = [0, *accumulate(costs)]
-    stage_cost = _StageCost(sums, first_extra, last_extra)
-    highest = _lowest_maximum(stage_cost, num_stages)
-    return _ranges(_evenest(stage_cost, num_stages, highest))
+    return _best_split(_StageCost((0, *accumulate(costs)), first_extra, last_extra), num_stages)
 
 
 @dataclass(frozen=True)
 class _StageCost:
     """Cost of the stage with layers start .. stop - 1; the ends are where layers begin and end."""
 
-    sums: Sequence[int]
+    sums: tuple[int, ...]
     first_extra: int
     last_extra: int
 
@@ -185,6 +182,13 @@ class _StageCost:
     def __call__(self, start: int, stop: int) -> int:
         extra = (self.first_extra if start == 0 else 0) + (self.last_extra if stop == self.num_layers else 0)
         return self.sums[stop] - self.sums[start] + extra
+
+
+@lru_cache(maxsize=64)
+def _best_split(stage_cost: _StageCost, num_stages: int) -> tuple[range, ...]:
+    """What a plan asks for again with each of its estimates."""
+    highest = _lowest_maximum(stage_cost, num_stages)
+    return _ranges(_evenest(stage_cost, num_stages, highest))
 
 
 def _lowest_maximum(stage_cost: _StageCost, num_stages: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from typing import final
 
-from hpc_train.plan.play import Channel, Post, Step, play
+from hpc_train.plan.play import Channel, Post, Step, find_course
 from hpc_train.plan.schedule import Action, Op, Schedule
 from hpc_train.plan.schedule_steps import Content, Costs, pipeline_steps
+from hpc_train.plan.simulate import times_of
 
 PLAYED_STEPS = 5
 """Steps in a row; the first two are warm-up (assumed: backlogs of the line settle within them)."""
@@ -23,39 +24,63 @@ def without_needless_gathers(schedule: Schedule) -> Schedule:
     return Schedule(schedule.num_micro_batches, schedule.chunks, tuple(lists), schedule.min_micro_batches)
 
 
-def step_period(schedule: Schedule, costs: Costs) -> int:
-    """Mean time from the end of a step to that of the next one, in the unit of the costs.
+@final
+class StepPeriods:
+    """The mean time from the end of a step to that of the next one, with one cost after another.
 
     A step ends when all stages have all their sums and so know the norm of all gradients; gathers for the next step
     go on meanwhile.
     """
-    schedule = without_needless_gathers(schedule)
-    played = play([_repeated(schedule, stage, steps) for stage, steps in enumerate(pipeline_steps([schedule], costs))])
-    if played.stuck:
-        raise ValueError("the schedule deadlocks; check_schedule says where")
-    # The last step of each list is the meeting at which the norm is known.
-    length = len(schedule.actions[0]) + 1
-    ends = [played.spans[0][(number + 1) * length - 1][1] for number in range(PLAYED_STEPS)]
-    return (ends[-1] - ends[_WARM_UP - 1]) // (PLAYED_STEPS - _WARM_UP)
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = without_needless_gathers(schedule)
+        steps = pipeline_steps([self._schedule])
+        numbers: dict[Hashable, int] = {}
+        lists = [_repeated(self._schedule, stage, of_stage, numbers) for stage, of_stage in enumerate(steps)]
+        self._course = find_course(lists)
+        if self._course.stuck:
+            raise ValueError("the schedule deadlocks; check_schedule says where")
+
+    def of(self, costs: Costs) -> int:
+        """In the unit of the costs."""
+        busy, durations = (
+            [[*of_stage, 0] * PLAYED_STEPS for of_stage in of_stages] for of_stages in times_of(self._schedule, costs)
+        )
+        ends = self._course.ends(busy, durations)
+        # The last action of each list is the meeting at which the norm is known.
+        length = len(self._schedule.actions[0]) + 1
+        known = [ends[event] for event in self._course.steps[0][length - 1 :: length]]
+        return (known[-1] - known[_WARM_UP - 1]) // (PLAYED_STEPS - _WARM_UP)
 
 
-def _repeated(schedule: Schedule, stage: int, steps: list[Step]) -> list[Step]:
-    """A stage's list several times over, its contents marked by the step's number."""
+def _repeated(schedule: Schedule, stage: int, steps: list[Step], numbers: dict[Hashable, int]) -> list[Step]:
+    """A stage's list several times over. numbers: of the contents of all stages, in whose place they stand here, apart
+    for each step.
+    """
+
+    def numbered(content: Hashable) -> int:
+        return PLAYED_STEPS * numbers.setdefault(content, len(numbers))
+
     chunks, actions = schedule.chunks[stage], schedule.actions[stage]
     early = {action.model_chunk for action in actions if action.op is Op.UPDATE}
     sums = [Content(Op.REDUCE_SCATTER, chunks[a.model_chunk]) for a in actions if a.op is Op.REDUCE_SCATTER]
-    everyone = Channel("norm", tuple(range(schedule.num_stages)))
+    norm, everyone = numbered("norm"), Channel("norm", tuple(range(schedule.num_stages)))
+    columns = [
+        (
+            [numbered(content) for content in step.waits],
+            ([] if index else [norm]) + [numbered(content) for content in _gathered_before(action, chunks, early)],
+            step.post and (step.post.channel, numbered(step.post.content), step.post.queue),
+        )
+        for index, (action, step) in enumerate(zip(actions, steps, strict=True))
+    ]
+    columns.append(([numbered(content) for content in sums], [], (everyone, norm, None)))
     repeated: list[Step] = []
     for number in range(PLAYED_STEPS):
-        for index, (action, step) in enumerate(zip(actions, steps, strict=True)):
-            waits: list[Hashable] = [(number, content) for content in step.waits]
-            if number:
-                waits += [(number - 1, "norm")] if index == 0 else []
-                waits += [(number - 1, content) for content in _gathered_before(action, chunks, early)]
-            post = step.post and replace(step.post, content=(number, step.post.content))
-            repeated.append(Step(tuple(waits), step.busy, post))
-        meeting = Post(everyone, (number, "norm"))
-        repeated.append(Step(tuple((number, content) for content in sums), 0, meeting))
+        for now, before, post in columns:
+            waits = [content + number for content in now]
+            if number and before:
+                waits += [content + number - 1 for content in before]
+            repeated.append(Step(tuple(waits), 0, post and Post(post[0], post[1] + number, 0, post[2])))
     return repeated
 
 

@@ -216,7 +216,7 @@ def _measure(me: TestRank, args: Mapping[str, Any]) -> dict[str, Any]:
 
 def bound(args: Mapping[str, Any], compute_s: float, communication_s: float, *, early: bool = False) -> float:
     """The share that the schedule can hide: equal layers, a forward half of a backward, gather and sum equally long."""
-    from hpc_train.plan.hidden import hidden_share
+    from hpc_train.plan.hidden import hidden_shares
     from hpc_train.plan.schedule_collectives import plan_training
     from hpc_train.plan.simulate import even_costs
 
@@ -224,7 +224,8 @@ def bound(args: Mapping[str, Any], compute_s: float, communication_s: float, *, 
     forward = round(1e9 * compute_s / (3 * chunks * micro_batches))
     once = round(1e9 * communication_s / (2 * chunks))
     schedule = plan_training("1f1b", 1, micro_batches, chunks, early_updates=early)
-    return hidden_share(schedule, even_costs(forward=forward, backward=2 * forward, gather=once, reduce=once)).share
+    costs = even_costs(forward=forward, backward=2 * forward, gather=once, reduce=once)
+    return hidden_shares(schedule, [costs])[0].share
 
 
 def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

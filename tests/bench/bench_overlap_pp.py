@@ -159,7 +159,8 @@ def bound(args: Mapping[str, Any], compute_s: float, messages_s: float) -> float
     unit = simulate(schedule, even_costs(forward=1000, backward=2000)).makespan / 1000
     forward = round(1e9 * compute_s / unit)
     message = round(1e9 * messages_s / (count * (2 * virtual - 1)))
-    return hidden_messages(schedule, even_costs(forward=forward, backward=2 * forward, transfer=message)).share
+    costs = even_costs(forward=forward, backward=2 * forward, transfer=message)
+    return hidden_messages(schedule, [costs])[0].share
 
 
 def report(args: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

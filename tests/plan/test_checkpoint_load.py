@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpc_train.plan.box_table import chunks_of, num_chunks
 from hpc_train.plan.checkpoint_load import LoadPlan, plan_load
 from hpc_train.plan.checkpoint_readers import Places
-from hpc_train.plan.checkpoint_state import HeldState, held_state
+from hpc_train.plan.checkpoint_state import NUM_ALIKE, HeldState, held_state
 from hpc_train.plan.flat import Box, boxes_of_range
 from hpc_train.plan.mesh import Mesh
 from tests.plan.tables import places_of, table_of
@@ -169,6 +169,19 @@ def test_meshes_read_each_other_s_state_once_and_evenly(of: str, to: str) -> Non
     if of == to:
         assert plan.bytes_read.max() <= needed.max()
     _play_legs(plan, 8)
+
+
+@pytest.mark.parametrize("of", MESHES)
+def test_boxes_that_are_alike_are_compared_once_with_the_same_plan(of: str) -> None:
+    config = _config(**MESHES[of])
+    saved, held = (held_state(config, _mesh(config), counted=counted) for counted in (True, False))
+    item_bytes, places = np.full(len(saved.rank), ITEM), places_of(_mesh(config), 4)
+    plan, every = (
+        plan_load(saved.boxes, item_bytes, held.boxes, held.rank, places, num_alike=number) for number in (NUM_ALIKE, 1)
+    )
+    assert len(plan.gaps) == 0
+    for name in ("reader", "pair_part", "pair_need"):
+        assert np.array_equal(getattr(plan, name), getattr(every, name))
 
 
 def _mesh(config) -> Mesh:

@@ -16,7 +16,7 @@ MODEL = {"family": "gpt", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "v
 
 def test_two_stages_without_virtual_ones_hide_nothing_of_two_micro_batches() -> None:
     """Stage 1 does F0 5-9, B0 9-17, F1 17-21, B1 21-29, and stage 0 B0 18-26 and B1 30-38."""
-    found = hidden_messages(plan_schedule("1f1b", 2, 2), even_costs(forward=4, backward=8, transfer=1))
+    (found,) = hidden_messages(plan_schedule("1f1b", 2, 2), [even_costs(forward=4, backward=8, transfer=1)])
     assert (found.makespan, found.compute, found.communication) == (38, 36, 2)
     assert found.share == 0.0
 
@@ -26,12 +26,13 @@ def test_with_virtual_stages_short_messages_add_the_first_one_s_way_there_and_th
     num_micro_batches: int,
 ) -> None:
     schedule = plan_schedule("1f1b", 2, num_micro_batches, 2)
-    found = hidden_messages(schedule, even_costs(forward=40, backward=80, transfer=1))
+    (found,) = hidden_messages(schedule, [even_costs(forward=40, backward=80, transfer=1)])
     assert (found.added, found.communication) == (3 + 3, 3 * num_micro_batches)
 
 
 def test_where_a_micro_batch_has_several_lines_on_its_way_a_step_gets_longer_by_more_than_one_of_them() -> None:
-    assert hidden_messages(plan_schedule("1f1b", 4, 8), even_costs(forward=40, backward=80, transfer=1)).share < 0
+    (found,) = hidden_messages(plan_schedule("1f1b", 4, 8), [even_costs(forward=40, backward=80, transfer=1)])
+    assert found.share < 0
 
 
 def _shares(pp: int, micro_batches: int = 8, **parallel: object) -> list[float]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hpc_train.plan.check_schedule import check_in_order, check_pipelines
-from hpc_train.plan.hidden import best_hidden, hidden_share
+from hpc_train.plan.hidden import best_hidden, hidden_shares
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COLLECTIVES, COMPUTE, Action, Op, Schedule
 from hpc_train.plan.schedule_collectives import add_collectives, early_chunks, plan_evaluation, plan_training
@@ -102,7 +102,7 @@ def test_an_evaluation_gathers_and_sums_nothing() -> None:
 
 
 def _shares(schedule: Schedule, **costs: int) -> tuple[float, int]:
-    found = hidden_share(schedule, even_costs(**costs))
+    (found,) = hidden_shares(schedule, [even_costs(**costs)])
     return found.share, found.makespan
 
 
@@ -125,9 +125,9 @@ def test_more_micro_batches_leave_no_more_room_beside_the_first_forward_and_the_
     for gather, reduce in ((5, 5), (40, 10)):
         added = []
         for num_micro_batches in (1, 4):
-            found = hidden_share(
+            (found,) = hidden_shares(
                 plan_training("1f1b", 1, num_micro_batches, 8),
-                even_costs(forward=4, backward=8, gather=gather, reduce=reduce),
+                [even_costs(forward=4, backward=8, gather=gather, reduce=reduce)],
             )
             added.append(found.added)
         assert 0 < added[1] <= added[0]
@@ -151,7 +151,7 @@ def test_a_plan_s_bound_falls_with_more_communication_and_fewer_chunks_and_is_le
 
 
 def test_without_collectives_in_the_list_nothing_is_hidden_or_added() -> None:
-    found = hidden_share(plan_schedule("1f1b", 2, 4), even_costs(forward=4, backward=8))
+    (found,) = hidden_shares(plan_schedule("1f1b", 2, 4), [even_costs(forward=4, backward=8)])
     assert (found.added, found.communication, found.share) == (0, 0, 1.0)
 
 

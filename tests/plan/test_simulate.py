@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpc_train.plan.schedule import COMPUTE, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_1f1b
-from hpc_train.plan.simulate import even_costs, simulate, time_of_work
+from hpc_train.plan.simulate import Makespans, even_costs, simulate, time_of_work
 from tests.plan.drawn_schedules import sound_schedules
 from tests.plan.hand_schedules import EVERYTHING_ELSE, INTERLEAVED, ZERO_BUBBLE, parse, written
 
@@ -69,6 +69,8 @@ def test_copies_and_collectives_run_beside_the_work_until_they_are_needed():
 def test_a_schedule_that_deadlocks_has_no_time():
     with pytest.raises(ValueError, match="check_schedule says where"):
         simulate(written(1, ((0,), (1,)), "F0 rg0<1 B0 sa0>1", "ra0<0 F0 B0 sg0>0"), even_costs(forward=1, backward=1))
+    with pytest.raises(ValueError, match="check_schedule says where"):
+        Makespans(written(1, ((0,), (1,)), "F0 rg0<1 B0 sa0>1", "ra0<0 F0 B0 sg0>0"))
 
 
 def test_nothing_to_do_has_no_bubble():
@@ -82,6 +84,17 @@ def test_the_time_of_the_work_alone_is_that_of_a_schedule_whose_messages_take_no
 
     work = [[action for action in actions if action.op in COMPUTE] for actions in schedule.actions]
     assert time_of_work(work, schedule.chunks, costs) == simulate(schedule, costs).makespan
+
+
+@given(sound_schedules(), st.lists(st.lists(st.integers(0, 9), min_size=23, max_size=23), min_size=2, max_size=3))
+def test_a_course_that_is_found_once_gives_the_makespans_of_all_costs(schedule, drawn):
+    makespans = Makespans(schedule)
+    for numbers in drawn:
+
+        def costs(stage, action, numbers=numbers):
+            return numbers[(3 * action.model_chunk + 7 * stage + 5 * list(Op).index(action.op)) % 23]
+
+        assert makespans.of(costs) == simulate(schedule, costs).makespan
 
 
 def test_the_time_of_work_that_deadlocks_is_refused():
