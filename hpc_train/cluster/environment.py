@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_train.cluster.slurm import StepFacts
-from hpc_train.errors import LaunchError
 
 _LAUNCHER_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "OMPI_", "PRTE_", "PRRTE_",
@@ -185,23 +184,6 @@ def differences(environments: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
             )
             lines.append(f"{name} differs between ranks: {told}")
     return tuple(lines)
-
-
-def export_argument(variables: Mapping[str, str]) -> str:
-    """Return the value of --export that adds variables and drops nothing: `ALL,NAME=value`.
-
-    Raises:
-        LaunchError: A name is no variable name, or a value holds what --export cannot carry.
-    """
-    for name, value in variables.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise LaunchError(f"{name!r} cannot be the name of an environment variable.")
-        if re.search(r"[,\n\0'\"]", value):
-            raise LaunchError(
-                f"{name}={value!r} cannot be passed by --export, which splits at commas and does not keep line ends "
-                f"or quotes. Write `export {name}=...` into the script: --export=ALL passes it on."
-            )
-    return ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
 
 
 def mpi_cpu_defaults(

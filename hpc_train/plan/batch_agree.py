@@ -12,7 +12,6 @@ from hpc_train.plan.batch_table import DIGEST_BYTES
 
 _WORD_BYTES = 2
 """Derived: squares of 16 bits, of up to 2 million ranks, are exact in a double."""
-NUM_SUMMANDS = 2 * DIGEST_BYTES // _WORD_BYTES
 
 
 def digest_summands(digest: bytes) -> list[float]:

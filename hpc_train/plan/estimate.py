@@ -42,10 +42,9 @@ class Rates:
 
 
 MEGATRON_LM = Rates(312e12, 0.556, 8.4e9, "fitted to Megatron-LM's 175B runs on 256 to 12,288 A100 GPUs")
-MEGASCALE = Rates(312e12, 0.678, 18.0e9, "fitted to MegaScale's 175B runs on 256 to 12,288 A100 GPUs")
-"""Two published systems. Derived: the least squares of relative errors, by tests/plan/calibration.py, which docs/
-measurements/cost-model.md reports row by row. MegaScale hides most of what dp sends, so its rate is one of all bytes.
-Source of the runs: Jiang et al., "MegaScale", NSDI'24, tables 2 and 3, with Megatron-LM at commit 285068c8.
+"""A published system. Derived: the least squares of relative errors, by tests/plan/calibration.py, which docs/
+measurements/cost-model.md reports row by row. Source of the runs: Jiang et al., "MegaScale", NSDI'24, tables 2 and 3,
+with Megatron-LM at commit 285068c8.
 """
 
 
@@ -66,7 +65,7 @@ def estimate_step(config: Config, mesh: Mesh, rates: Rates) -> StepEstimate:
     """What a plan takes of memory and time.
 
     Args:
-        rates: Of the machine. MEGATRON_LM's and MEGASCALE's are of A100 GPUs with a 200 Gb/s card each.
+        rates: Of the machine. MEGATRON_LM's are of A100 GPUs with a 200 Gb/s card each.
 
     Raises:
         ConfigError: the model or the batch cannot be split so.

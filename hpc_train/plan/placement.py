@@ -30,10 +30,6 @@ class Placement:
     order: str
     notes: tuple[str, ...] = ()
 
-    def place_of(self, rank: int) -> tuple[str, int]:
-        """Node and slot of a rank."""
-        return self.nodes[self.node_of_rank[rank]], int(self.gpu_of_rank[rank])
-
 
 def slurm_placement(mesh: Mesh, allocation: Allocation, exclude: Collection[str] = ()) -> Placement:
     """Number the ranks node by node, in the allocation's order.

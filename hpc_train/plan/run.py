@@ -185,15 +185,6 @@ class Plan:
         }
 
 
-def plan_run(config: Config, allocation: Allocation) -> Plan:
-    """Number the ranks node by node in the allocation's order and fill the mesh with them.
-
-    Raises:
-        ConfigError: the degrees do not fill the world.
-    """
-    return plan_mesh(world_mesh(config, allocation), allocation)
-
-
 def world_mesh(config: Config, allocation: Allocation) -> Mesh:
     """The mesh of all ranks of an allocation.
 
@@ -214,7 +205,7 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def plan_mesh(mesh: Mesh, allocation: Allocation) -> Plan:
-    """The same for a mesh that is known already."""
+    """Number the ranks node by node in the allocation's order and fill the mesh with them."""
     slots = [
         (node, slot)
         for node, tasks in zip(allocation.nodes, allocation.tasks_per_node, strict=True)

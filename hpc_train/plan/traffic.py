@@ -68,10 +68,6 @@ class Traffic:
     byte_hops: int
     busiest_uplink: Uplink | None
 
-    @property
-    def busiest_uplink_s(self) -> float | None:
-        return None if self.busiest_uplink is None else self.busiest_uplink.seconds
-
 
 def measure_traffic(placement: Placement, fabric: Fabric, traffic: Sequence[AxisTraffic]) -> Traffic:
     """Measure one step of a placement.

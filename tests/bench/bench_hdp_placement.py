@@ -19,13 +19,14 @@ import numpy as np
 from hpc_train.cluster.fabric_clos import clos_fabric
 from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.batch_balanced import BalancedPlanner
-from hpc_train.plan.batch_places import hdp_places, ring_bytes_by_tier
+from hpc_train.plan.batch_places import hdp_places
 from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.place import place
 from tests.bench.bench_hdp_planner import CAPACITY, COSTS
 from tests.bench.hdp_lengths import tailed_lengths
 from tests.plan.fabrics import make_allocation
+from tests.plan.ring_traffic import ring_bytes_by_tier
 
 NUM_NODES = 128
 

@@ -15,6 +15,7 @@ from hpc_train.config_read import build_config
 from hpc_train.plan.axis_bytes import AxisTraffic, axis_traffic
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.place import place
+from hpc_train.plan.placement import Placement
 from hpc_train.plan.traffic import measure_traffic
 from tests.plan.fabrics import make_allocation, make_fabric
 
@@ -23,6 +24,11 @@ NODES = (16, 32, 64, 128, 256, 512)
 MODELS = {"13b": (40, 5120, 40), "70b": (80, 8192, 64), "175b": (96, 12288, 96)}
 # pp, cp, tp; dp is what is left over.
 MESHES = ((8, 1, 8), (4, 2, 8), (1, 4, 8), (2, 1, 8), (8, 1, 4), (4, 2, 4), (4, 1, 2))
+
+
+def place_of(placement: Placement, rank: int) -> tuple[str, int]:
+    """Node and slot of a rank."""
+    return placement.nodes[placement.node_of_rank[rank]], int(placement.gpu_of_rank[rank])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.batch_balanced import BalancedPlanner
 from hpc_train.plan.batch_cost import BatchCosts
 from hpc_train.plan.batch_of_run import batches_of_plan
-from hpc_train.plan.batch_places import hdp_places, ring_bytes_by_tier, ring_edges
+from hpc_train.plan.batch_places import hdp_places
 from hpc_train.plan.batch_problem import BatchProblem, HdpRanks
 from hpc_train.plan.batch_table import BatchTable
 from hpc_train.plan.mesh import Mesh
@@ -21,6 +21,7 @@ from hpc_train.plan.place import place
 from hpc_train.plan.run import Plan
 from tests.plan.fabrics import make_allocation
 from tests.plan.reports import make_config, make_report
+from tests.plan.ring_traffic import ring_bytes_by_tier, ring_edges
 
 COSTS = BatchCosts(attention_per_square=1, linear_per_token=24576, ring_per_token=5560)
 

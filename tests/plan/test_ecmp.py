@@ -14,6 +14,7 @@ from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.nccl_settings import NcclSetting, nccl_settings, unset
 from hpc_train.plan.place import place
 from hpc_train.plan.placement import Placement, slurm_placement
+from tests.plan.allocations import place_of
 from tests.plan.fabrics import make_allocation, make_fabric
 
 RING = (AxisTraffic("dp", "ring", 1000, 0),)
@@ -48,7 +49,7 @@ def test_every_byte_that_climbs_is_on_a_link_and_bounds_hold() -> None:
                 for other, sent in ((position + 1, entry.forward_bytes), (position - 1, entry.backward_bytes)):
                     if entry.pattern == "line" and not 0 <= other < len(group):
                         continue
-                    ends = placement.place_of(rank), placement.place_of(group[other % len(group)])
+                    ends = place_of(placement, rank), place_of(placement, group[other % len(group)])
                     climbed += sent if FABRIC.tier(*ends[0], *ends[1]) in ("spine", "core") else 0
     assert sum(uplink.num_bytes for uplink in found.uplinks if uplink.tier == "spine") == climbed
 

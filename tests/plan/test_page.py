@@ -16,6 +16,7 @@ from hpc_train.cluster.fabric import Fabric, FabricNode
 from hpc_train.plan.drawing import NO_LINK, draw_fabric
 from hpc_train.plan.mesh import AXES
 from hpc_train.plan.page import page_html
+from tests.plan.allocations import place_of
 from tests.plan.reports import make_config, make_report
 
 
@@ -37,7 +38,7 @@ def test_every_rank_of_both_orders_is_in_the_drawing() -> None:
     assert [order["name"] for order in data["orders"]] == ["planned", "Slurm's"]
     for order, placement in zip(data["orders"], (report.placement, report.slurm), strict=True):
         places = [(data["nodes"][node], gpu) for node, gpu in zip(order["node"], order["gpu"], strict=True)]
-        assert places == [placement.place_of(rank) for rank in range(64)]
+        assert places == [place_of(placement, rank) for rank in range(64)]
     assert len(data["nodes"]) == 16  # also those of other runs
     assert {data["boxes"][box][0] for box in data["nodeBox"]} == {
         f"pod{pod}.leaf{leaf}" for pod in range(2) for leaf in range(2)
@@ -111,7 +112,7 @@ def test_a_browser_shows_groups_neighbours_and_tiers_as_they_are(tmp_path: Path,
                 expected = _sends(group, group.index(rank), patterns.get(axis, "ring"))
                 assert [None if sent is None else sent[0] for sent in found["sends"]] == expected
                 for other, tier in filter(None, found["sends"]):
-                    assert tier == _tier(report.fabric, placement.place_of(rank), placement.place_of(other))
+                    assert tier == _tier(report.fabric, place_of(placement, rank), place_of(placement, other))
     assert "tp group: ranks 12, 13, 14, 15" in done.stdout
     looks = re.search(r'data-looks="([^"]*)"', body[1])
     assert looks is not None

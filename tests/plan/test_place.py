@@ -18,6 +18,7 @@ from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.place import place
 from hpc_train.plan.placement import Placement, slurm_placement
 from hpc_train.plan.traffic import measure_traffic
+from tests.plan.allocations import place_of
 from tests.plan.fabrics import make_allocation, make_fabric
 
 FIXED_ORDERS = ("tp,cp,dp,pp", "tp,cp,pp,dp")
@@ -30,7 +31,7 @@ def byte_hops(placement: Placement, fabric: Fabric, traffic: tuple[AxisTraffic, 
 
 def check(placement: Placement, tasks: dict[str, int], is_domain_wide: bool = False) -> None:
     """Every rank has a slot of its own that exists, and no tp group leaves its node."""
-    places = [placement.place_of(rank) for rank in range(placement.mesh.world_size)]
+    places = [place_of(placement, rank) for rank in range(placement.mesh.world_size)]
     assert len({*places}) == placement.mesh.world_size
     assert all(0 <= slot < tasks[node] for node, slot in places)
     if not is_domain_wide:
@@ -72,7 +73,7 @@ def test_any_allocation_is_placed_with_tp_inside_nodes_and_never_worse_than_the_
         assert ours <= byte_hops(fixed, fabric)
     by_slurm = slurm_placement(mesh, allocation)
     # Where Slurm's order tears tp groups apart it sends less than is possible with whole ones, at times.
-    whole = all(len({by_slurm.place_of(rank)[0] for rank in group}) == 1 for group in mesh.groups("tp"))
+    whole = all(len({place_of(by_slurm, rank)[0] for rank in group}) == 1 for group in mesh.groups("tp"))
     assert not whole or ours <= byte_hops(by_slurm, fabric)
 
 
@@ -108,7 +109,7 @@ def test_the_axis_with_more_bytes_gets_the_near_switches(dp_bytes: int, near: st
     found = place(mesh, make_allocation(list(fabric.nodes)), fabric, traffic)
     leaf = {node: entry.leaves for node, entry in fabric.nodes.items()}
     for group in mesh.groups(near):
-        assert len({leaf[found.place_of(rank)[0]] for rank in group}) == 1
+        assert len({leaf[place_of(found, rank)[0]] for rank in group}) == 1
 
 
 def test_peers_on_other_nodes_share_the_rail() -> None:
@@ -118,7 +119,7 @@ def test_peers_on_other_nodes_share_the_rail() -> None:
     for axis in ("pp", "dp"):
         for group in mesh.groups(axis):
             for rank, other in itertools.pairwise(group):
-                (node, slot), (other_node, other_slot) = found.place_of(rank), found.place_of(other)
+                (node, slot), (other_node, other_slot) = place_of(found, rank), place_of(found, other)
                 assert node == other_node or slot == other_slot
 
 
@@ -130,7 +131,7 @@ def test_orders_by_name_nest_the_axes_over_nodes_sorted_by_switch() -> None:
     megascale = place(mesh, allocation, fabric, TRAFFIC, "tp,dp,pp")
     assert list(megascale.nodes) == by_switch
     llama = place(mesh, allocation, fabric, TRAFFIC, "tp,cp,pp,dp")
-    assert [llama.place_of(mesh.rank_of(pp=stage, dp=replica))[0] for replica in range(4) for stage in range(2)] == (
+    assert [place_of(llama, mesh.rank_of(pp=stage, dp=replica))[0] for replica in range(4) for stage in range(2)] == (
         by_switch
     )
     assert place(mesh, allocation, fabric, TRAFFIC, "slurm").nodes == allocation.nodes
@@ -144,7 +145,7 @@ def test_a_tp_group_larger_than_a_node_needs_an_nvlink_domain() -> None:
     found = place(mesh, make_allocation(names, 4), fabric, TRAFFIC)
     check(found, dict.fromkeys(names, 4), is_domain_wide=True)
     for group in mesh.groups("tp"):
-        assert len({nodes[found.place_of(rank)[0]].nvlink_domain for rank in group}) == 1
+        assert len({nodes[place_of(found, rank)[0]].nvlink_domain for rank in group}) == 1
     with pytest.raises(ConfigError, match=r"tp=16 does not fit into a node.*has 4 ranks.*Use tp=1 or 2 or 4"):
         place(mesh, make_allocation(names, 4), make_fabric([[8]], names), TRAFFIC)
 

@@ -19,6 +19,7 @@ from hpc_train.plan.placement import make_placement
 from hpc_train.plan.report import report_plan
 from hpc_train.plan.run import RAILS, Plan
 from hpc_train.plan.table import report_text, sections_of, size_text, summary_line
+from tests.plan.allocations import place_of
 from tests.plan.reports import CLOS, make_allocation, make_config, make_report
 
 
@@ -45,7 +46,7 @@ def test_a_rank_and_its_coordinates_do_not_depend_on_the_placement() -> None:
     assert report.is_moved
     for planned in report.plan.ranks:
         assert planned.coords == report.mesh.coords(planned.rank)
-        assert (planned.node, planned.gpu) == report.placement.place_of(planned.rank)
+        assert (planned.node, planned.gpu) == place_of(report.placement, planned.rank)
     assert len({(planned.node, planned.gpu) for planned in report.plan.ranks}) == 64
 
 
@@ -63,7 +64,7 @@ def test_a_group_lives_where_its_highest_transfer_climbs_to() -> None:
         expected: dict[str, int] = {}
         for group in mesh.groups(home.axis):
             pairs = list(zip(group, (*group[1:], group[0]) if pattern == "ring" else group[1:], strict=False))
-            tiers = [fabric.tier(*placement.place_of(a), *placement.place_of(b)) for a, b in pairs]
+            tiers = [fabric.tier(*place_of(placement, a), *place_of(placement, b)) for a, b in pairs]
             highest = max(tiers, key=["node", "leaf", "spine", "core"].index)
             expected[highest] = expected.get(highest, 0) + 1
         assert home.by_tier == expected

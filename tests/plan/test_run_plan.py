@@ -9,7 +9,7 @@ from hpc_train.config import Config
 from hpc_train.config_read import build_config
 from hpc_train.errors import ConfigError, LaunchError
 from hpc_train.plan.mesh import Mesh
-from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, RankFacts, plan_mesh, plan_run
+from hpc_train.plan.run import RANKS_TSV_COLUMNS, Plan, RankFacts, plan_mesh, world_mesh
 from tests.plan.reports import make_report
 
 
@@ -33,7 +33,7 @@ def config(**parallel: int) -> Config:
 
 
 def test_ranks_run_through_the_nodes_in_order_however_many_tasks_each_has() -> None:
-    plan = plan_run(config(), allocation(4, 1, 2))
+    plan = plan_mesh(world_mesh(config(), allocation(4, 1, 2)), allocation(4, 1, 2))
     assert [(planned.node, planned.gpu) for planned in plan.ranks] == [
         ("n1", 0), ("n1", 1), ("n1", 2), ("n1", 3), ("n2", 0), ("n3", 0), ("n3", 1),
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_the_table_of_ranks_has_the_columns_that_others_rely_on() -> None:
 
 def test_a_mesh_that_does_not_fill_the_allocation_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 ranks do not fill"):
-        plan_run(config(dp=2), allocation(2, 1))
+        world_mesh(config(dp=2), allocation(2, 1))
 
 
 def test_16384_ranks_are_planned_written_and_read() -> None:

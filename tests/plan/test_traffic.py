@@ -13,6 +13,7 @@ from hpc_train.plan.axis_bytes import AxisTraffic
 from hpc_train.plan.mesh import AXES, Mesh
 from hpc_train.plan.placement import Placement, slurm_placement
 from hpc_train.plan.traffic import measure_traffic, route, transfers
+from tests.plan.allocations import place_of
 from tests.plan.fabrics import make_allocation, make_fabric
 
 RING = AxisTraffic("dp", "ring", 100, 0)
@@ -63,7 +64,7 @@ def test_every_transfer_is_counted_on_the_tier_that_the_fabric_says(rails: int |
                 for other, num_bytes in ((position + 1, entry.forward_bytes), (position - 1, entry.backward_bytes)):
                     if entry.pattern == "line" and not 0 <= other < len(group):
                         continue
-                    here, there = placement.place_of(rank), placement.place_of(group[other % len(group)])
+                    here, there = place_of(placement, rank), place_of(placement, group[other % len(group)])
                     expected[fabric.tier(*here, *there)] += num_bytes
     found = measure_traffic(placement, fabric, traffic)
     assert found.bytes_by_tier == expected
@@ -84,12 +85,12 @@ def test_the_busiest_uplink_is_the_one_that_takes_longest_and_says_how_long() ->
     found = measure_traffic(placement, fabric, [RING])
     assert found.busiest_uplink is not None
     assert (found.busiest_uplink.name, found.busiest_uplink.num_bytes) == ("p1l0r1 rail 1", 100)
-    assert found.busiest_uplink_s == 100 / 50
+    assert found.busiest_uplink.seconds == 100 / 50
     by_name = {uplink.name: uplink for uplink in route(placement, fabric, [RING]).uplinks(fabric)}
     assert by_name["p0"].up_bytes == by_name["p0"].down_bytes == 2 * 100
     unknown = measure_traffic(placement, make_fabric([[1, 1], [1, 1]]), [RING])
     assert unknown.busiest_uplink is not None
-    assert unknown.busiest_uplink_s is None
+    assert unknown.busiest_uplink.seconds is None
 
 
 def test_ranks_without_a_working_link_of_their_rail_use_the_nearest_rail_and_pay_the_spine() -> None:
@@ -127,7 +128,7 @@ def test_a_fabric_that_does_not_fit_the_placement_is_refused() -> None:
 def test_slurm_order_fills_uneven_nodes_one_after_another_and_leaves_out_what_is_excluded() -> None:
     allocation = make_allocation(["n0", "n1", "n2"], [3, 1, 4])
     placement = slurm_placement(Mesh(pp=1, dp=8, cp=1, tp=1), allocation)
-    assert [placement.place_of(rank) for rank in (0, 2, 3, 4, 7)] == [
+    assert [place_of(placement, rank) for rank in (0, 2, 3, 4, 7)] == [
         ("n0", 0), ("n0", 2), ("n1", 0), ("n2", 0), ("n2", 3),
     ]  # fmt: skip
     assert slurm_placement(Mesh(pp=1, dp=7, cp=1, tp=1), allocation, {"n1"}).nodes == ("n0", "n2")
