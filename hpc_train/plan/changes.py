@@ -22,11 +22,8 @@ class Change:
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int | None = None
 
-    def with_further(self, other: Change) -> Change | None:
-        """Both, of numbers of ranks the larger; None where the other takes back a part of this one."""
-        takes_ranks_back = bool(self.num_ranks and other.num_ranks and other.num_ranks <= self.num_ranks)
-        if other.settings.keys() & self.settings.keys() or takes_ranks_back:
-            return None
+    def with_further(self, other: Change) -> Change:
+        """This one with what the other one changes put over it."""
         return Change({**self.settings, **other.settings}, other.num_ranks or self.num_ranks)
 
     def is_within(self, other: Change) -> bool:
@@ -63,10 +60,19 @@ class SizesError(ConfigError):
 
 
 class CostlySizesError(SizesError):
-    """One whose changes and advice are looked for only when they are asked for, since that takes seconds."""
+    """One whose best changes and advice are looked for only when they are asked for, since that takes seconds.
 
-    def __init__(self, problem: str, find: Callable[[], tuple[Sequence[Change], str]], otherwise: str) -> None:
-        super().__init__(problem, (), otherwise=otherwise)
+    changes: others, which cost nothing, for a search that meets it many times.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        find: Callable[[], tuple[Sequence[Change], str]],
+        otherwise: str,
+        changes: Sequence[Change],
+    ) -> None:
+        super().__init__(problem, changes, otherwise=otherwise)
         self._find = find
 
     @cached_property

@@ -23,7 +23,7 @@ from hpc_train.plan.activations import (
     shape_of,
 )
 from hpc_train.plan.axis_bytes import ELEMENT_BYTES, EXACT_BYTES, is_split_by_tokens, micro_batches_of
-from hpc_train.plan.changes import Change, CostlySizesError
+from hpc_train.plan.changes import Change, CostlySizesError, largest_divisor, one_of
 from hpc_train.plan.flat import FlatLayout, lay_out
 from hpc_train.plan.in_flight import most_in_flight
 from hpc_train.plan.mesh import Mesh
@@ -143,6 +143,7 @@ def check_memory(config: Config, mesh: Mesh, gpu_memory_bytes: int) -> None:
         f"{_gib(gpu_memory_bytes)} has about {_gib(usable)} for tensors; {why}.",
         lambda: _advice(config, mesh, usable),
         f"Use {_SMALLER}.",
+        _smaller(config, mesh),
     )
 
 
@@ -390,6 +391,20 @@ def _advice(config: Config, mesh: Mesh, usable: int) -> tuple[list[Change], str]
     return [Change(num_ranks=2 * mesh.world_size)], (
         f"No mesh of {mesh.world_size} ranks fits, with recomputation neither: use {_SMALLER}"
     )
+
+
+def _smaller(config: Config, mesh: Mesh) -> list[Change]:
+    """What takes less memory, a step each, and is known at once."""
+    train = config.train
+    more = {"none": ["selective", "full"], "selective": ["full"], "full": []}[train.recompute]
+    changes = one_of("train.recompute", more)
+    size = largest_divisor(train.micro_batch_size, train.micro_batch_size - 1)
+    changes += one_of("train.micro_batch_size", [] if size is None else [size])
+    factor = mesh.dp // (largest_divisor(mesh.dp, mesh.dp - 1) or mesh.dp)
+    if factor > 1:
+        changes += [Change({"parallel.tp": mesh.tp * factor}), Change({"parallel.pp": mesh.pp * factor})]
+    changes += one_of("data.seq_len", [config.data.seq_len // 2] if config.data.seq_len > 1 else [])
+    return [*changes, Change(num_ranks=2 * mesh.world_size)]
 
 
 def _mesh_change(mesh: Mesh) -> Change:

@@ -18,6 +18,8 @@ AXES = ("pp", "dp", "cp", "tp")
 
 MAX_RANKS = 2**20
 """assumed: more than any machine has GPUs; it keeps a slip of the finger from filling the memory."""
+_MOST_PAIRS = 12
+"""Of pp and tp that a refusal proposes together (assumed: enough for some to pass the other checks)."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,15 @@ def _not_equal(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[in
 def _nearest_changes(
     world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]], *, is_dp_given: bool
 ) -> list[Change]:
-    """Numbers of ranks that the mesh fills, and degrees that fill so many ranks."""
+    """Numbers of ranks that the mesh fills, and degrees that fill so many ranks, with a dp that goes along."""
     others = mesh.pp * mesh.cp * mesh.tp
     found = []
     if is_dp_given and world_size % others == 0:
         found.append(Change({"parallel.dp": world_size // others}))
     for axis, degrees in _fitting_degrees(world_size, mesh, possible).items():
         for degree in degrees:
-            dp = world_size // (others // getattr(mesh, axis) * degree)
-            found.append(Change({f"parallel.{axis}": degree, **({"parallel.dp": dp} if is_dp_given else {})}))
+            found.append(Change({f"parallel.{axis}": degree}))
+    found += [Change({"parallel.pp": pp, "parallel.tp": tp}) for pp, tp in _fitting_pairs(world_size, mesh, possible)]
     if not is_dp_given:
         found += [Change(num_ranks=ranks) for ranks in _nearest_worlds(world_size, others)]
     return found
@@ -194,3 +196,18 @@ def _fitting_degrees(world_size: int, mesh: Mesh, possible: Mapping[str, Collect
         fits = [n for n in possible.get(axis, range(1, left + 1)) if n <= left and left % n == 0]
         found[axis] = sorted(nearest(fits, degree)[:3])
     return found
+
+
+def _fitting_pairs(world_size: int, mesh: Mesh, possible: Mapping[str, Collection[int]]) -> list[tuple[int, int]]:
+    """The nearest pp and tp, both other ones, that a model can be split by and that would divide."""
+
+    def factor(pair: tuple[int, int]) -> float:
+        return math.prod(max(new, old) / min(new, old) for new, old in zip(pair, (mesh.pp, mesh.tp), strict=True))
+
+    left = world_size // mesh.cp if world_size % mesh.cp == 0 else 0
+    degrees = [
+        [degree for degree in possible.get(axis, ()) if left and left % degree == 0 and degree != getattr(mesh, axis)]
+        for axis in ("pp", "tp")
+    ]
+    pairs = [(pp, tp) for pp in degrees[0] for tp in degrees[1] if left % (pp * tp) == 0]
+    return sorted(pairs, key=factor)[:_MOST_PAIRS]

@@ -71,18 +71,21 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
         works = model.num_layers // parallel.pp
         advice = f"Use virtual_stages={works}" if works else f"Use pp={model.num_layers} or less with virtual_stages=1"
         fewer = one_of("parallel.virtual_stages", [works] if works else [])
-        plain = [Change({"parallel.pp": pp, "parallel.virtual_stages": 1}) for pp in _numbers_of_stages(config)]
+        fewer += one_of("parallel.pp", _numbers_of_stages(config, model.num_layers // parallel.virtual_stages))
+        plain = [
+            {"parallel.pp": pp, "parallel.virtual_stages": 1} for pp in _numbers_of_stages(config, model.num_layers)
+        ]
         raise SizesError(
             f"parallel.virtual_stages={parallel.virtual_stages} on parallel.pp={parallel.pp} stages needs "
             f"{parallel.pp * parallel.virtual_stages} layers, one for each, and model.num_layers={model.num_layers}.",
-            fewer + plain,
+            fewer + [Change(settings) for settings in plain],
             f"{advice}, or more layers.",
         )
     if parallel.pp > model.num_layers:
         raise SizesError(
             f"parallel.pp={parallel.pp} stages cannot share model.num_layers={model.num_layers}, since each holds a "
             "layer or more.",
-            one_of("parallel.pp", _numbers_of_stages(config)),
+            one_of("parallel.pp", _numbers_of_stages(config, model.num_layers)),
             f"Use parallel.pp={model.num_layers} or less, or more layers.",
         )
     num_sequences, seq_len = micro_batch_shape(config)
@@ -102,10 +105,10 @@ def plan_stages(config: Config, recompute: Literal["none", "selective", "full"] 
     return _ranges(parallel.layers_per_stage)
 
 
-def _numbers_of_stages(config: Config) -> list[int]:
-    """The nearest that can share the layers, of those that divide the present one, and so its ranks."""
+def _numbers_of_stages(config: Config, most: int) -> list[int]:
+    """The nearest up to a number, of those that divide the present one, and so its ranks."""
     pp = config.parallel.pp
-    return nearest([n for n in range(1, config.model.num_layers + 1) if pp % n == 0], pp)
+    return nearest([n for n in range(1, most + 1) if pp % n == 0], pp)
 
 
 def stage_parts(config: Config, mesh: Mesh) -> tuple[ModelPart, ...]:

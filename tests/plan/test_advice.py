@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from hpc_train.cluster.allocation import Allocation
@@ -14,6 +12,7 @@ from hpc_train.launch.checks import check_plan, check_ranks
 from hpc_train.plan.advice import with_change
 from hpc_train.plan.changes import Change
 from hpc_train.plan.report import report_plan
+from tests.plan.drawn_shapes import Shape, advised, allocation_of, followed
 
 HDP = ("train.micro_batch_size=1", "parallel.hdp.capacity_tokens=128", "data.seq_len=5000")
 BROKEN = [
@@ -49,23 +48,6 @@ BROKEN = [
 ]
 
 
-def allocation_of(num_nodes: int, per_node: int) -> Allocation:
-    counts = (per_node,) * num_nodes
-    return Allocation(tuple(f"n{number}" for number in range(num_nodes)), counts, counts, None, "a test")
-
-
-def advised(refusal: str) -> list[Change]:
-    """The changes that a refusal names, as a user would type them."""
-    told = re.search(r" Use ((?:(?! Use ).)+)\.$", refusal, re.DOTALL)
-    assert told is not None, refusal
-    found = []
-    for part in told[1].split(", or "):
-        ranks = re.fullmatch(r"(?:(.*) on |)(\d+) ranks", part)
-        words = (ranks[1] or "") if ranks else part
-        found.append(Change(dict(word.split("=", 1) for word in words.split()), int(ranks[2]) if ranks else None))
-    return found
-
-
 @pytest.mark.parametrize(("recipe", "num_nodes", "per_node", "words"), BROKEN)
 def test_each_advice_is_accepted_when_it_is_followed(
     recipe: str, num_nodes: int, per_node: int, words: tuple[str, ...]
@@ -73,14 +55,14 @@ def test_each_advice_is_accepted_when_it_is_followed(
     allocation = allocation_of(num_nodes, per_node)
     with pytest.raises(ConfigError) as caught:
         check_plan(load_config(recipe, words), allocation, None)
-    for change in advised(str(caught.value)):
-        typed = [f"{key}={value}" for key, value in change.settings.items()]
-        ranks = change.num_ranks or allocation.num_tasks
-        nodes = (1, ranks) if num_nodes == 1 else (ranks // per_node, per_node)
-        config = load_config(recipe, (*words, *typed))
-        check_plan(config, allocation_of(*nodes), None)
+    changes = advised(str(caught.value))
+    assert changes
+    for change in changes:
+        shape = followed(Shape(words, allocation), change)
+        config = load_config(recipe, shape.words)
+        check_plan(config, shape.allocation, None)
         if recipe == "tiny":
-            report_plan(config, allocation_of(*nodes), None)
+            report_plan(config, shape.allocation, None)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 7])
@@ -95,7 +77,7 @@ def test_advice_of_a_refusal_that_no_change_mends_is_kept() -> None:
     counts = (8,) * 15 + (4,) * 2
     unlike = Allocation(tuple(f"n{number}" for number in range(17)), counts, counts, None, "a test")
     config = load_config("gpt-175b", ("parallel.pp=2", "fabric.gpu_memory_bytes=8000000000"))
-    for allocation, says in ((unlike, "No mesh of 128 ranks fits"), (allocation_of(16, 8), "with 256 ranks")):
+    for allocation, says in ((unlike, "with train.recompute=full"), (allocation_of(16, 8), "with 256 ranks")):
         with pytest.raises(ConfigError, match=says) as caught:
             check_plan(config, allocation, None)
         told = str(caught.value).lower()
