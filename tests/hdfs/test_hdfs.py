@@ -141,7 +141,7 @@ def test_damage_on_hdfs_leads_to_the_older_checkpoint_and_is_kept(
     assert "step_0000003: damaged" in told and "step_0000002: damaged" in told and "step_0000001: sound" in told
     assert command.ls_command(Namespace(run=str(folder), json=True, timeout=600.0)) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [(item["step"], item["problem"] is None) for item in listed] == [(1, True), (2, True), (3, False)]
+    assert [(item["step"], item["problem"] is None) for item in listed] == [(1, True), (2, False), (3, False)]
     assert listed[1]["path"] == f"{folder}/step_0000002"
     plain_state.save(Alone(), folder, 4, ELEMENTS)
     assert main(["ckpt", "prune", str(folder), "--keep", "1"]) == 0
