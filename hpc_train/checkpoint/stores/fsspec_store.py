@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import posixpath
 import re
+import threading
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -96,12 +97,18 @@ def require_client(scheme: str, url: str) -> None:
 
 
 class FsspecBackend(Backend):
-    """One file system of fsspec. Its clients keep listings, so theirs is turned off."""
+    """One file system of fsspec. Its clients keep listings, so theirs is turned off.
+
+    A thread has a client of its own, but where clients send calls from a thread of theirs: of two threads that ask
+    paramiko's at once, one may take the other's answer, which waits for it forever (seen: a save by two ranks).
+    """
 
     def __init__(self, scheme: str, authority: str) -> None:
         self._prefix = f"{scheme}://{authority}"
         self.has_rename = scheme in _RENAMING
-        self._fs: Any = None
+        self._shared: Any = None
+        self._own = threading.local()
+        self._num_failures = 0
 
     def entry(self, path: str) -> Entry | None:
         try:
@@ -176,20 +183,31 @@ class FsspecBackend(Backend):
     def cause(self, problem: Exception) -> Cause:
         cause = _cause(problem)
         if cause.may_pass:
-            self._fs = None  # connected anew: of some clients none works again that has lost its server
+            # All connect anew: of some clients none works again that has lost its server.
+            self._shared, self._num_failures = None, self._num_failures + 1
         return cause
 
     def _client(self) -> Any:
-        if self._fs is None:
-            from fsspec.core import url_to_fs
+        if (shared := self._shared) is not None:
+            return shared
+        num_failures, made = getattr(self._own, "made", (None, None))
+        if num_failures != self._num_failures:
+            num_failures, made = self._num_failures, self._connect()
+            if made.async_impl:
+                self._shared = made
+            else:
+                self._own.made = num_failures, made
+        return made
 
-            # What renames keeps no listings, and takes the option for one of its connection.
-            no_listings = {} if self.has_rename else {"use_listings_cache": False}
-            try:
-                self._fs, _ = url_to_fs(f"{self._prefix}/", skip_instance_cache=True, **no_listings)
-            except ImportError as problem:
-                raise ConfigError(f"{self._prefix}: its client is not installed here: {problem}") from problem
-        return self._fs
+    def _connect(self) -> Any:
+        from fsspec.core import url_to_fs
+
+        # What renames keeps no listings, and takes the option for one of its connection.
+        no_listings = {} if self.has_rename else {"use_listings_cache": False}
+        try:
+            return url_to_fs(f"{self._prefix}/", skip_instance_cache=True, **no_listings)[0]
+        except ImportError as problem:
+            raise ConfigError(f"{self._prefix}: its client is not installed here: {problem}") from problem
 
     def _place(self, path: str) -> str:
         return str(self._client()._strip_protocol(self._prefix + path)).rstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -153,3 +154,22 @@ class StoreContract:
         assert os.waitpid(pid, 0)[1] == 0
         assert (folder / "by child").read_text() == "seen by both"
         (folder / "by parent").write_text("x")
+
+    def test_threads_that_ask_at_once_all_get_their_answers(self, folder: Location) -> None:
+        """As the agent of a node with several ranks does, which writes their files beside each other."""
+        done: list[int] = []
+
+        def work(number: int) -> None:
+            for turn in range(10):
+                file = folder / f"{number}-{turn}"
+                file.write_text(file.name)
+                assert file.read_text() == file.name and file.is_file()
+            done.append(number)
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(done) == [0, 1, 2]
+        assert len(folder.entries()) == 30
