@@ -52,7 +52,8 @@ def kill_tree(root: int) -> None:
     """Kill `root` and everything below it; a process that starts others meanwhile is caught as well."""
     for _ in range(20):
         pids = [*descendants(root), root]
-        if not any(_kill(pid) for pid in pids) or pids == [root]:
+        killed = [pid for pid in pids if _kill(pid)]
+        if not killed or pids == [root]:
             return
         time.sleep(0.02)
 

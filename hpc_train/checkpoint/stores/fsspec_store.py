@@ -99,16 +99,14 @@ def require_client(scheme: str, url: str) -> None:
 class FsspecBackend(Backend):
     """One file system of fsspec. Its clients keep listings, so theirs is turned off.
 
-    A thread has a client of its own, but where clients send calls from a thread of theirs: of two threads that ask
+    A client that asks its server in the thread of who calls it is asked by one thread at a time: of two that ask
     paramiko's at once, one may take the other's answer, which waits for it forever (seen: a save by two ranks).
     """
 
     def __init__(self, scheme: str, authority: str) -> None:
         self._prefix = f"{scheme}://{authority}"
         self.has_rename = scheme in _RENAMING
-        self._shared: Any = None
-        self._own = threading.local()
-        self._num_failures = 0
+        self._fs: Any = None
 
     def entry(self, path: str) -> Entry | None:
         try:
@@ -183,31 +181,21 @@ class FsspecBackend(Backend):
     def cause(self, problem: Exception) -> Cause:
         cause = _cause(problem)
         if cause.may_pass:
-            # All connect anew: of some clients none works again that has lost its server.
-            self._shared, self._num_failures = None, self._num_failures + 1
+            self._fs = None  # connected anew: of some clients none works again that has lost its server
         return cause
 
     def _client(self) -> Any:
-        if (shared := self._shared) is not None:
-            return shared
-        num_failures, made = getattr(self._own, "made", (None, None))
-        if num_failures != self._num_failures:
-            num_failures, made = self._num_failures, self._connect()
-            if made.async_impl:
-                self._shared = made
-            else:
-                self._own.made = num_failures, made
-        return made
+        if (found := self._fs) is None:
+            from fsspec.core import url_to_fs
 
-    def _connect(self) -> Any:
-        from fsspec.core import url_to_fs
-
-        # What renames keeps no listings, and takes the option for one of its connection.
-        no_listings = {} if self.has_rename else {"use_listings_cache": False}
-        try:
-            return url_to_fs(f"{self._prefix}/", skip_instance_cache=True, **no_listings)[0]
-        except ImportError as problem:
-            raise ConfigError(f"{self._prefix}: its client is not installed here: {problem}") from problem
+            # What renames keeps no listings, and takes the option for one of its connection.
+            no_listings = {} if self.has_rename else {"use_listings_cache": False}
+            try:
+                fs, _ = url_to_fs(f"{self._prefix}/", skip_instance_cache=True, **no_listings)
+            except ImportError as problem:
+                raise ConfigError(f"{self._prefix}: its client is not installed here: {problem}") from problem
+            found = self._fs = fs if fs.async_impl else _InTurn(fs, threading.Lock())
+        return found
 
     def _place(self, path: str) -> str:
         return str(self._client()._strip_protocol(self._prefix + path)).rstrip("/")
@@ -225,6 +213,28 @@ class FsspecBackend(Backend):
             if batch:
                 fs.rm(batch)
                 self.moved()
+
+
+class _InTurn:
+    """A client, and the files that it opens, for several threads: their calls come one behind the other."""
+
+    def __init__(self, inner: Any, turn: threading.Lock) -> None:
+        vars(self).update(_inner=inner, _turn=turn)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **named: Any) -> Any:
+            with self._turn:
+                answer = found(*args, **named)
+            return _InTurn(answer, self._turn) if name == "open" else answer
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
 
 
 class _Ranges(BackendReader):
