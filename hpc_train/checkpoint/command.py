@@ -207,7 +207,8 @@ def _folder_of_checkpoints(path: Location) -> Location:
     from hpc_train.checkpoint.folders.find import checkpoints_folder, is_checkpoint
 
     if not path.is_folder():
-        raise CheckpointError(f"{path} is not a folder; give a run folder, or one with checkpoints")
+        found = "is not a folder" if path.is_file() else "does not exist"
+        raise CheckpointError(f"{path} {found}; give a run folder, or one with checkpoints")
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint; give its run folder, or the folder that it lies in")
     root = checkpoints_folder(path)

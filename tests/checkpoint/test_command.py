@@ -86,6 +86,7 @@ def test_ls_and_prune_of_nothing(tmp_path, capsys):
         assert main(["ckpt", *words, str(tmp_path)]) == 0
         assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
     assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == ExitCode.CHECKPOINT
+    assert "nowhere does not exist; give a run folder" in capsys.readouterr().err
 
 
 def test_a_file_is_no_checkpoint(tmp_path, capsys):

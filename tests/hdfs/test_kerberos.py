@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
 from tests.services import kerberos
 from tests.services.hdfs import HdfsCluster
+from tests.services.hdfs_pair import HdfsPair
 from tests.services.kerberos import Kdc, secure_hdfs
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.timeout(240)]
@@ -81,6 +82,37 @@ def test_tickets_that_are_missing_run_out_or_are_renewed(kdc: Kdc, secure: HdfsC
         plain_state.save(Alone(), place, step, ELEMENTS)
         assert plain_state.load(Alone(), place, ELEMENTS) == step
     renewal.join()
+
+
+def test_tickets_are_told_of_as_ever_while_one_of_two_name_nodes_is_dead(
+    kdc: Kdc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as a server that does not answer."""
+    cache, pair = tmp_path / "cache", secure_hdfs(kdc, HdfsPair)
+    monkeypatch.setenv("KRB5_CONFIG", str(kdc.conf))
+    monkeypatch.setenv("KRB5CCNAME", f"FILE:{cache}")
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(pair.conf_folder))
+    get_ticket(kdc, cache, 3600)
+    try:
+        pair.start()
+        pair.kill_active()
+        pair.activate("two")
+        stores = (pair.url, f"webhdfs://{pair.http_addresses}")
+        for ticket, words in (
+            ("good", None),
+            ("none", "no Kerberos ticket"),
+            ("over", "the Kerberos ticket has run out"),
+        ):
+            cache.unlink(missing_ok=True)
+            if ticket != "none":
+                get_ticket(kdc, cache, 3600 if ticket == "good" else 1)
+            time.sleep(3.5 if ticket == "over" else 0)
+            for number, store in enumerate(stores):
+                place = locate(f"{store}/{ticket}-{number}", Patience(total_s=2.0))
+                with nullcontext() if words is None else pytest.raises(StoreError, match=words):
+                    place.make_folder()
+    finally:
+        pair.stop()
 
 
 def test_one_ticket_shown_over_http_is_good_for_a_run(

@@ -107,7 +107,7 @@ class HdfsCluster:
     """One HDFS with two copies of each block, in blocks of 4 MiB. Its superuser is the user that runs the tests.
 
     address, enter: where it serves, and the words before a command that bring it to where that address is its own.
-    core, hdfs: further settings of its configuration. java_options: of every process.
+    core, hdfs: further settings of its configuration; None takes one of ours out. java_options: of every process.
     """
 
     def __init__(
@@ -351,7 +351,9 @@ class HdfsCluster:
             "dfs.permissions.enabled": "true",
         }
         for name, settings in (("core-site.xml", core | self._core), ("hdfs-site.xml", hdfs | self._hdfs)):
-            (self.conf_folder / name).write_text(_xml(settings))
+            (self.conf_folder / name).write_text(
+                _xml({key: value for key, value in settings.items() if value is not None})
+            )
         (self.conf_folder / "log4j.properties").write_text(_LOGGING)
         (self.conf_folder / "hadoop-metrics2.properties").write_text(f"*.period={_METRICS_PERIOD_S}\n")
 
@@ -368,5 +370,6 @@ def _xml(settings: dict) -> str:
     lines = [
         f"<property><name>{name}</name><value>{escape(str(value))}</value></property>"
         for name, value in settings.items()
+        if value is not None
     ]
     return "\n".join(["<configuration>", *lines, "</configuration>", ""])

@@ -8,11 +8,15 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tests.ports import unused_ports
 from tests.processes import die_with_parent
 from tests.services.hdfs import HdfsCluster
+
+Cluster = TypeVar("Cluster", bound=HdfsCluster)
 
 REALM = "HPC.TEST"
 _PROGRAMS = ("krb5kdc", "kdb5_util", "kadmin.local", "kinit")
@@ -48,9 +52,9 @@ class Kdc:
             time.sleep(0.02)
 
     def keytab(self, *principals: str) -> Path:
-        """New principals, and a file with their keys."""
+        """A file with the keys of principals, which are made with it."""
         path = self.folder / f"{principals[0].replace('/', '-')}.keytab"
-        for name in principals:
+        for name in principals if not path.exists() else ():
             self._run("kadmin.local", "-r", REALM, "addprinc", "-randkey", name)
             self._run("kadmin.local", "-r", REALM, "ktadd", "-k", str(path), name)
         return path
@@ -83,7 +87,7 @@ class Kdc:
         assert done.returncode == 0, f"{name} {' '.join(words)}: {done.stdout}{done.stderr}"
 
 
-def secure_hdfs(kdc: Kdc) -> HdfsCluster:
+def secure_hdfs(kdc: Kdc, make: Callable[..., Cluster] = HdfsCluster) -> Cluster:
     """An HDFS that asks for tickets of the KDC; not started. Whoever has the ticket of `hdfs/localhost` may all."""
     keytab = kdc.keytab("hdfs/localhost", "HTTP/localhost")
     core = {
@@ -105,7 +109,7 @@ def secure_hdfs(kdc: Kdc) -> HdfsCluster:
             f"dfs.{kind}.kerberos.internal.spnego.principal": f"HTTP/localhost@{REALM}",
         }
     options = [f"-Djava.security.krb5.conf={kdc.server_conf}"]
-    return HdfsCluster(num_data_nodes=1, address="localhost", core=core, hdfs=hdfs, java_options=options)
+    return make(num_data_nodes=1, address="localhost", core=core, hdfs=hdfs, java_options=options)
 
 
 def _user() -> str:

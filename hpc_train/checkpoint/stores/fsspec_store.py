@@ -24,6 +24,8 @@ from hpc_train.errors import ConfigError
 
 _RENAMING = ("sftp", "ssh", "smb", "ftp")
 """Whose servers rename a folder in one step (cited: posix-rename@openssh.com, SMB2 FileRenameInformation, RFC 959)."""
+_READ_ONLY = ("http", "https", "data", "git", "github", "zip", "tar", "libarchive", "reference")
+"""Whose clients write no file or list no folder (cited: fsspec's reference of its implementations)."""
 _FOLDER_MARK = ".hpc_train-folder"
 """An empty object that makes a folder exist before there is anything in it."""
 _PART_BYTES = 64 << 20
@@ -86,6 +88,8 @@ def require_client(scheme: str, url: str) -> None:
             f"{url}: there is no store for {scheme}:// URLs. Known are plain paths, file://, hdfs://, libhdfs://, "
             "webhdfs://, swebhdfs://, and what fsspec has a client for, such as s3:// and sftp://."
         )
+    if scheme in _READ_ONLY:
+        raise ConfigError(f"{url}: {scheme}:// can only be read from, so it can hold no checkpoints")
     if scheme == "memory":
         raise ConfigError(f"{url}: memory:// is each process's own, so no other one would see its checkpoints")
     if re.match(r"[^/]*:/*[^/@]*:[^/]*@", url):

@@ -216,9 +216,23 @@ class Store:
                     return b"".join(parts).decode()
 
     def write_text(self, path: str, text: str) -> None:
-        """Write a new file whole. FileExistsError: there is one."""
-        with self.writing(path) as writer:
-            writer.write(memoryview(text.encode()))
+        """Write a new file whole, anew where that fails in a way that may pass. FileExistsError: there is one."""
+        create, is_made = _creation(path), False
+
+        def ask(backend: Backend) -> None:
+            nonlocal is_made
+            if is_made:
+                backend.remove(path)  # a part of it, or all of it where the answer was lost
+            file = create(backend)
+            is_made = True
+            try:
+                file.write(memoryview(text.encode()))
+                file.close()
+            except BaseException:
+                file.abandon()
+                raise
+
+        self.call("write", path, ask)
 
     def carry_out(self, what: str, path: str, act: Callable[[], T]) -> T:
         """What `act` gives, which does something in this file system, within the bound of calls.
@@ -305,6 +319,20 @@ class Store:
             pause_s = min(2 * pause_s, patience.longest_pause_s)
 
 
+def _creation(path: str) -> Callable[[Backend], BackendWriter]:
+    """Makes a new file, when asked again as well."""
+    is_asked = False
+
+    def create(backend: Backend) -> BackendWriter:
+        nonlocal is_asked
+        if is_asked and (found := backend.entry(path)) is not None and found.num_bytes == 0:
+            backend.remove(path)  # made by an attempt whose answer was lost
+        is_asked = True
+        return backend.create(path)
+
+    return create
+
+
 class Reader:
     """An open file; opened anew where a read fails in a way that may pass, such as a stale handle (FC-74)."""
 
@@ -350,16 +378,7 @@ class Writer:
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
-        is_asked = False
-
-        def ask(backend: Backend) -> BackendWriter:
-            nonlocal is_asked
-            if is_asked and (found := backend.entry(path)) is not None and found.num_bytes == 0:
-                backend.remove(path)  # made by an attempt whose answer was lost
-            is_asked = True
-            return backend.create(path)
-
-        self._open: Any = store.call("create", path, ask)
+        self._open: Any = store.call("create", path, _creation(path))
 
     def write(self, data: Buffer) -> None:
         for at in range(0, len(data), _PIECE_BYTES):

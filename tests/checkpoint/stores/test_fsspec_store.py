@@ -259,6 +259,8 @@ def test_a_client_that_is_not_installed_is_named() -> None:
     [
         ("s4://bucket/run", r"no store for s4:// URLs. Known are plain paths, .* such as s3:// and sftp://"),
         ("memory://a/run", "each process's own"),
+        ("https://host/run", "https:// can only be read from"),
+        ("zip://run", "zip:// can only be read from"),
         ("sftp://me:secret@host/run", r"sftp://me:\.\.\.@host/run: a URL is written to logs"),
         ("s3://bucket", "has no path"),
     ],

@@ -125,7 +125,7 @@ def test_a_stale_handle_is_opened_anew_and_read_again(tmp_path: Path) -> None:
 def test_waiting_ends_at_its_limit_with_the_cause_in_words(tmp_path: Path) -> None:
     refused = [OSError(errno.ETIMEDOUT, "timed out") for _ in range(99)]
     folder, _, clock = _failing(tmp_path, total_s=10.0, create=refused)
-    with pytest.raises(StoreError, match=r"cannot create .*/file \(tried for .* s\): the file server does not answer"):
+    with pytest.raises(StoreError, match=r"cannot write .*/file \(tried for .* s\): the file server does not answer"):
         (folder / "file").write_text("x")
     assert clock.pauses == [0.5, 1.0, 2.0, 4.0]
 
@@ -175,9 +175,26 @@ def test_a_client_that_panics_has_failed(tmp_path: Path) -> None:
 def test_a_failed_write_is_not_tried_again(tmp_path: Path) -> None:
     """FC-69: an error at the end of a file is a failed file."""
     folder, backend, _ = _failing(tmp_path, close=[_stale()])
-    with pytest.raises(StoreError, match="cannot finish"):
-        (folder / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot finish"), (folder / "file").writing() as file:
+        file.write(memoryview(b"x"))
     assert backend.calls == ["create", "write", "close"]
+
+
+@pytest.mark.parametrize("call", ["write", "close"])
+def test_a_small_file_whose_write_failed_is_written_anew(tmp_path: Path, call: str) -> None:
+    """As between two name nodes, of which one takes over: what had come of it is never in the way, or left."""
+    folder, backend, clock = _failing(tmp_path, **{call: [_stale(), _stale()]})
+    (folder / "file").write_text("text")
+    assert (folder / "file").read_text() == "text" and clock.pauses == [0.5, 1.0]
+    for problem, count in ((_stale, 10), (lambda: OSError(errno.ENOSPC, "full"), 1)):
+        folder, backend, _ = _failing(tmp_path / "more", 30.0, **{call: [problem() for _ in range(99)]})
+        folder.make_folder()
+        with pytest.raises(StoreError, match=r"stale|no space"):
+            (folder / "file").write_text("text")
+        assert backend.calls.count(call) == count
+        (folder / "file").remove()
+    with pytest.raises(FileExistsError):
+        (locate(tmp_path) / "file").write_text("other")
 
 
 def test_a_change_whose_answer_was_lost_counts_as_done(tmp_path: Path) -> None:
