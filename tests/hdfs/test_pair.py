@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -12,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.folders.folder import read_latest, steps_newest_first
+from hpc_train.checkpoint.folders.verify import verify
 from hpc_train.checkpoint.stores.cause import StoreError
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Patience
 from hpc_train.errors import CheckpointError
 from tests.checkpoint import plain_state
 from tests.checkpoint.plain_state import Alone
+from tests.node_agents import wait_until
+from tests.ranks import mpi_environment
 from tests.services.hdfs import libhdfs_skip_reason
 from tests.services.hdfs_pair import HdfsPair
+from tests.train.runs import write_config, write_corpus
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.timeout(240)]
 
@@ -121,3 +127,44 @@ def test_libhdfs_finds_the_active_one_by_the_service_name(pair: HdfsPair) -> Non
         timeout=WAIT_S,
     )
     assert done.returncode == 0 and "step_0000001: sound" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_run_goes_through_many_takeovers(pair: HdfsPair, tmp_path: Path) -> None:
+    """By kills and by hand, at random moments: the run ends well, and its last checkpoints and `latest` are right."""
+    write_corpus(tmp_path / "corpus")
+    write_config(tmp_path, steps=200)
+    run_dir = tmp_path / "test" / "takeovers"
+    command = [sys.executable, "-m", "hpc_train", "run", str(tmp_path / "config.yaml"), "-n", "2"]
+    command += ["--run-dir", str(run_dir), f"checkpoint.folder={pair.url}/runs", "checkpoint.every=2"]
+    command += ["checkpoint.keep=2", "train.eval_every=0"]
+    rng, num_takeovers = random.Random(1), 0
+    with open(tmp_path / "output", "w+") as output:
+        run = subprocess.Popen(
+            command, env=mpi_environment(), cwd=tmp_path, text=True, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            wait_until(lambda: run.poll() is not None or (run_dir / "metrics.jsonl").exists(), WAIT_S)
+            while run.poll() is None:
+                time.sleep(rng.uniform(1.0, 3.0))
+                is_killed = rng.random() < 0.5
+                if is_killed:
+                    pair.kill_active()
+                else:
+                    pair.stand_by()
+                time.sleep(rng.uniform(0.0, 3.0))
+                pair.activate(pair.standby)
+                if is_killed:
+                    pair.start_standby()
+                num_takeovers += 1
+        finally:
+            run.kill()
+        output.seek(0)
+        told = output.read()
+    print(f"{num_takeovers} takeovers")
+    assert run.returncode == 0 and num_takeovers >= 10, told[-4000:]
+    assert "could not be" not in told
+    root = locate(f"{pair.url}/runs/test/takeovers")
+    assert read_latest(root) == "step_0000200"
+    assert [list(verify(path)) for _, path in steps_newest_first(root)] == [[], []]
