@@ -109,9 +109,8 @@ class LocalCopies:
         self._session = session
         if world.rank == 0:
             of_others = "" if world.num_nodes == 1 else ", and each node keeps another one's"
-            parent = self.folder.path.parent.parent
             often = "each step" if self._config.every == 1 else f"every {self._config.every} steps"
-            say(f"{often} the state is copied to {parent} on each node{of_others}")
+            say(f"{often} the state is copied to {self._config.path} on each node{of_others}")
 
     def hear(self, answers: Sequence[Mapping[str, Any]]) -> None:
         """Learn from all agents' answers what has become of the copies of the save before. Not collective."""

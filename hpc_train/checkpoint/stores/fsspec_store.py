@@ -10,6 +10,7 @@ store, `LAST_FILE` last, and loses it the other way round. A reader sees a whole
 from __future__ import annotations
 
 import errno
+import logging
 import posixpath
 import re
 import threading
@@ -73,6 +74,9 @@ _CAUSES: list[tuple[str, Cause]] = [
 _NO_PERMISSION = Cause("no permission", False, "Choose a folder that this user may write, or have that changed.")
 _NOTHING_THERE = Cause("no folder can be made there", False, "Is there such a bucket or share? It is not made here.")
 _OTHER = Cause("the store refused", False, "Look at its words:")
+
+# It prints its stack for what it raises as well, such as a server that hangs up.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 def require_client(scheme: str, url: str) -> None:

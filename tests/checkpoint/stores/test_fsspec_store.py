@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +233,27 @@ def test_a_server_that_comes_back_is_waited_for(sftp: SftpServer, request: pytes
         short.entries()
     sftp.start()
     (folder / "file").remove()
+
+
+_ASK = """
+import sys
+from hpc_train.checkpoint.stores.location import locate
+from hpc_train.checkpoint.stores.store import Patience
+try:
+    locate(sys.argv[1], Patience(total_s=0.0)).entries()
+except Exception as problem:
+    print(problem)
+"""
+
+
+@pytest.mark.sftp
+def test_a_server_that_hangs_up_is_told_without_a_stack_of_the_client() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        hung_up = thread.submit(lambda: server.accept()[0].close())
+        url = f"sftp://me@127.0.0.1:{server.getsockname()[1]}/runs"
+        done = subprocess.run([sys.executable, "-c", _ASK, url], capture_output=True, text=True, timeout=60)
+        hung_up.result()
+    assert "the server does not answer" in done.stdout and done.stderr == ""
 
 
 def _authority(place: Location) -> str:
