@@ -13,6 +13,8 @@ from hpc_train.errors import LaunchError
 
 # assumed: more GPUs than any job has.
 _MAX_GPUS = 10_000_000
+_RECORD = re.compile(r"^(?=JobId=)", re.MULTILINE)
+_FIELD = re.compile(r"\b(JobId|ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)")
 _DETAIL = re.compile(r"^\s*Nodes=(\S+)\s.*?\bGRES=(\S*)", re.MULTILINE)
 
 
@@ -37,6 +39,7 @@ def allocation_from_job(
     num_tasks: int | None = None,
     tasks_per_node: int | None = None,
     gpus_per_node: tuple[int, ...] | None = None,
+    why_not_told: str = "Slurm was not asked",
 ) -> Allocation:
     """Lay out ranks over the job's nodes.
 
@@ -48,13 +51,14 @@ def allocation_from_job(
     Args:
         num_tasks: `-n` of the user, or the number that the configuration needs.
         tasks_per_node: `--ntasks-per-node` of the user.
-        gpus_per_node: From gpus_from_scontrol, where the variables cannot tell.
+        gpus_per_node: Of job.nodes, from gpus_from_scontrol, where the variables cannot tell (needs_gpus_of_nodes).
+        why_not_told: Why there are none in that case, for the warning.
 
     Raises:
         LaunchError: The numbers contradict each other, or nothing tells the number of ranks.
     """
     warnings: list[str] = []
-    gpus = gpus_per_node if gpus_per_node is not None else _gpus_of_job(job, warnings)
+    gpus = gpus_per_node if gpus_per_node is not None else _gpus_of_job(job, why_not_told, warnings)
     nodes = job.nodes
     if num_tasks is not None or tasks_per_node is not None:
         tasks, source = _asked(job, num_tasks, tasks_per_node, warnings)
@@ -105,7 +109,6 @@ def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
             )
     cpus = None if job.cpus_per_node is None else tuple(job.cpus_per_node[index] for index in kept)
     nodes = tuple(job.nodes[index] for index in kept)
-    whole = None if job.num_gpus is None or job.gpus_on_node is None else job.gpus_on_node * job.num_nodes
     return replace(
         job,
         nodes=nodes,
@@ -113,8 +116,7 @@ def job_without(job: JobFacts, excluded: str | None) -> JobFacts:
         tasks_per_node=tasks,
         num_tasks=num_tasks,
         cpus_per_node=cpus,
-        # The count of all the job's GPUs says no more than that of this node where all have as many.
-        num_gpus=None if whole is not None and _request("SLURM_GPUS", job.num_gpus or "") == whole else job.num_gpus,
+        whole=job.whole or job,
     )
 
 
@@ -139,13 +141,50 @@ def allocation_local(num_ranks: int, host: str, num_gpus: int = 0, excluded: str
     return Allocation((host,), (num_ranks,), (num_gpus,), None, "this machine", warnings)
 
 
-def gpus_from_scontrol(text: str, nodes: tuple[str, ...]) -> tuple[int, ...]:
-    """Read the GPUs that each node really gave from `scontrol show job -d JOB`; 0 where it names none."""
+def needs_gpus_of_nodes(job: JobFacts) -> bool:
+    """Whether Slurm has to be asked how many GPUs each node has: only their number in all and this node's are known.
+
+    Two nodes may still tell: what is not on this one is on the other. On three and more, an even share here proves
+    nothing.
+    """
+    whole = job.whole or job
+    if whole.num_gpus is None or whole.gpus_per_node is not None or whole.num_nodes == 1:
+        return False
+    here = _gpus_here(whole)
+    return whole.num_nodes > 2 or here is None or 2 * here != _request("SLURM_GPUS", whole.num_gpus)
+
+
+def gpus_from_scontrol(text: str, job_id: str, nodes: tuple[str, ...]) -> tuple[int, ...]:
+    """Read the GPUs that each node really gave from `scontrol show job -d JOB`.
+
+    For the id of an array's last task, or of the first component of a heterogeneous job, it prints the others, too.
+
+    Raises:
+        LaunchError: the text has no such job, or lacks one of the nodes.
+    """
+    record = next((text for text in _RECORD.split(text) if _is_of_job(text, job_id)), None)
+    if record is None:
+        raise LaunchError(f"scontrol does not know job {job_id}")
     found: dict[str, int] = {}
-    for hosts, gres in _DETAIL.findall(text):
+    for hosts, gres in _DETAIL.findall(record):
         for host in expand_hostlist(hosts):
             found[host] = found.get(host, 0) + gres_total(parse_gres(gres))
-    return tuple(found.get(node, 0) for node in nodes)
+    missing = [node for node in nodes if node not in found]
+    if missing:
+        raise LaunchError(f"scontrol does not say what job {job_id} has on {', '.join(missing[:4])}")
+    return tuple(found[node] for node in nodes)
+
+
+def _is_of_job(record: str, job_id: str) -> bool:
+    """job_id: a number, `<array>_<task>` or `<first>+<component>`."""
+    fields = dict(_FIELD.findall(record))
+    array, has_task, task = job_id.partition("_")
+    first, has_component, component = job_id.partition("+")
+    if has_task:
+        return (fields.get("ArrayJobId"), fields.get("ArrayTaskId")) == (array, task)
+    if has_component:
+        return (fields.get("HetJobId"), fields.get("HetJobOffset")) == (first, component)
+    return fields.get("JobId") == job_id
 
 
 def _asked(
@@ -204,31 +243,36 @@ def _spread(num_tasks: int, job: JobFacts, warnings: list[str]) -> tuple[int, ..
     return tuple(share + (index < more) for index in range(num_nodes))
 
 
-def _gpus_of_job(job: JobFacts, warnings: list[str]) -> tuple[int, ...]:
+def _gpus_of_job(job: JobFacts, why_not_told: str, warnings: list[str]) -> tuple[int, ...]:
     if job.gpus_per_node is not None:
         per_node = _request("SLURM_GPUS_PER_NODE", job.gpus_per_node)
         total = None if job.num_gpus is None else _request("SLURM_GPUS", job.num_gpus)
-        if total is not None and total != per_node * job.num_nodes:
+        num_nodes = (job.whole or job).num_nodes
+        if total is not None and total != per_node * num_nodes:
             warnings.append(
-                f"SLURM_GPUS={job.num_gpus}, but SLURM_GPUS_PER_NODE={job.gpus_per_node} on {job.num_nodes} nodes "
-                f"makes {per_node * job.num_nodes}. The latter is used; ask for GPUs by one of the two."
+                f"SLURM_GPUS={job.num_gpus}, but SLURM_GPUS_PER_NODE={job.gpus_per_node} on {num_nodes} nodes "
+                f"makes {per_node * num_nodes}. The latter is used; ask for GPUs by one of the two."
             )
         return (per_node,) * job.num_nodes
-    here = job.gpus_on_node
-    if here is None and job.job_gpus is not None:
-        here = len(job.job_gpus.split(","))
-    if here is None:
-        return (0,) * job.num_nodes
-    total = None if job.num_gpus is None else _request("SLURM_GPUS", job.num_gpus)
-    if total is not None and total != here * job.num_nodes:
-        if job.num_nodes == 1:
-            return (here,)
+    whole = job.whole or job
+    here = _gpus_here(whole)
+    if needs_gpus_of_nodes(job):
+        total = _request("SLURM_GPUS", whole.num_gpus or "")
+        is_even = here is not None and here * whole.num_nodes == total
+        taken = f"each is taken to have {here}" if is_even else "it is not known"
         warnings.append(
-            f"SLURM_GPUS={total} over {job.num_nodes} nodes and {here} on this one: how many each node has is not "
-            "in the environment (`scontrol show job -d` tells). Ask with --gpus-per-node."
+            f"SLURM_GPUS={total} over {whole.num_nodes} nodes and {'?' if here is None else here} on this one: how "
+            f"many each node has is not in the environment, and `scontrol show job -d {job.job_id}` does not tell "
+            f"({why_not_told}); {taken}. Ask with --gpus-per-node."
         )
-        return (0,) * job.num_nodes
-    return (here,) * job.num_nodes
+        return (here if is_even and here is not None else 0,) * job.num_nodes
+    return (here or 0,) * job.num_nodes
+
+
+def _gpus_here(job: JobFacts) -> int | None:
+    if job.gpus_on_node is None and job.job_gpus is not None:
+        return len(job.job_gpus.split(","))
+    return job.gpus_on_node
 
 
 def _request(name: str, text: str) -> int:

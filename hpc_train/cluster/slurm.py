@@ -66,7 +66,8 @@ class JobFacts:
     of the last task is the whole array's. num_tasks and tasks_per_node are None inside a step, whose
     variables of those names are the step's; tasks_per_node and tasks_per_node_asked are requests, and under
     --exclusive without -n the list counts cores. gpus_per_node and num_gpus are requests; gpus_on_node is
-    what this node really gave.
+    what this node really gave. whole is the job with all its nodes, where some are left out (job_without): the
+    requests and this node's own GPUs speak of that.
     """
 
     job_id: str
@@ -88,6 +89,7 @@ class JobFacts:
     end_time: int | None
     submit_dir: str | None
     het_size: int
+    whole: JobFacts | None = None
 
 
 @dataclass(frozen=True)

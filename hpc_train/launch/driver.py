@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpc_train import log
 from hpc_train.cluster.agent_address import JOB_KEY_VARIABLE
-from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local, job_without
+from hpc_train.cluster.allocation import Allocation, allocation_local, job_without
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import (
     END_TIME_VARIABLE,
@@ -42,6 +42,7 @@ from hpc_train.launch.children import Interrupted, terminations_raise
 from hpc_train.launch.debugging import check_debug_rank, for_debugging
 from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.file_errors import room_needed
+from hpc_train.launch.job_allocation import allocation_of_job
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.rank_facts import rank_facts
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
@@ -270,7 +271,7 @@ def find_allocation(request: RunRequest, job: JobFacts | None, host: str) -> All
         LaunchError: Slurm's numbers disagree, or say nothing; this machine is excluded, and there is no job.
     """
     if job is not None:
-        return allocation_from_job(job, request.ranks, request.ranks_per_node)
+        return allocation_of_job(job, request.ranks, request.ranks_per_node)
     ranks = request.ranks or request.ranks_per_node
     parallel = request.config.parallel
     if ranks is None and parallel.dp is not None:

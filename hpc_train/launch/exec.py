@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_train import log
-from hpc_train.cluster.allocation import Allocation, allocation_from_job, allocation_local
+from hpc_train.cluster.allocation import Allocation, allocation_local
 from hpc_train.cluster.binding import read_machine
 from hpc_train.cluster.environment import fill_unset, process_env, training_defaults
 from hpc_train.cluster.fabric import Fabric
@@ -29,6 +29,7 @@ from hpc_train.launch.children import terminations_raise
 from hpc_train.launch.driver import describe_allocation, find_job, run_variables, write_plan
 from hpc_train.launch.fabric_step import fabric_of_run
 from hpc_train.launch.file_errors import room_needed
+from hpc_train.launch.job_allocation import allocation_of_job
 from hpc_train.launch.queue import job_is_live
 from hpc_train.launch.rank_facts import rank_facts
 from hpc_train.launch.ranks import RanksToStart, node_log, run_ranks
@@ -163,7 +164,7 @@ def _no_watch() -> str | None:
 
 def _allocation(options: Namespace, job: JobFacts | None, host: str) -> Allocation:
     if job is not None:
-        return allocation_from_job(job, options.ranks, options.ranks_per_node)
+        return allocation_of_job(job, options.ranks, options.ranks_per_node)
     ranks = options.ranks or options.ranks_per_node
     if ranks is None:
         raise ConfigError("the number of ranks is not given; use -n RANKS, or start inside a Slurm job")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_train import log
-from hpc_train.cluster.allocation import Allocation, allocation_from_job, job_without
+from hpc_train.cluster.allocation import Allocation, job_without
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.fabric import Fabric
 from hpc_train.cluster.fabric_find import FoundFabric, find_fabric
@@ -23,6 +23,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.launch.checks import check_plan
 from hpc_train.launch.driver import find_job
 from hpc_train.launch.fabric_step import fabric_of_run
+from hpc_train.launch.job_allocation import allocation_of_job
 from hpc_train.launch.plan_batch import LengthsOf, batch_command, write_page
 from hpc_train.plan.batch_of_run import need_hdp
 from hpc_train.plan.mesh import MAX_RANKS
@@ -89,7 +90,7 @@ def _find_nodes(options: Namespace, config: Config, env: Mapping[str, str]) -> t
         job = find_job(env, find_situation(env, own_process()))
         if job is not None:
             job = job_without(job, config.fabric.exclude)
-            allocation = allocation_from_job(job, None, options.ranks_per_node)
+            allocation = allocation_of_job(job, None, options.ranks_per_node)
             settings = config.fabric.model_copy(update={"source": source})
             return allocation, fabric_of_run(settings, allocation, env, is_in_job=True)
     asked = hosts_of_setting("--nodelist", options.nodelist) or None

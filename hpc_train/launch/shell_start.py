@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_train import log
-from hpc_train.cluster.allocation import allocation_from_job
 from hpc_train.cluster.environment import process_env
 from hpc_train.cluster.process import own_process
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.errors import ExitCode, LaunchError
+from hpc_train.launch.job_allocation import allocation_of_job
 from hpc_train.launch.queue import end_time_of
 from hpc_train.launch.templates import fill_template, read_template
 
@@ -53,7 +53,7 @@ def greeting(job: JobFacts, end_time: int | None, now: float, *, is_typed: bool)
     nodes = ", ".join(job.nodes[:_MOST_NAMED_NODES])
     more = f" and {len(job.nodes) - _MOST_NAMED_NODES} more" if len(job.nodes) > _MOST_NAMED_NODES else ""
     try:
-        ranks = f"{allocation_from_job(job, None, None).num_tasks} ranks"
+        ranks = f"{allocation_of_job(job, None, None).num_tasks} ranks"
     except LaunchError:
         ranks = "the number of ranks is yours to give (`run -n RANKS`)"
     until = "without a time limit"

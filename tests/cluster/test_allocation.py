@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.cluster.allocation import allocation_from_job, allocation_local, gpus_from_scontrol, job_without
+from hpc_train.cluster.allocation import (
+    allocation_from_job,
+    allocation_local,
+    gpus_from_scontrol,
+    job_without,
+    needs_gpus_of_nodes,
+)
 from hpc_train.cluster.slurm import JobFacts, read_job
 from hpc_train.errors import ConfigError, LaunchError
 from tests.cluster.recorded import DATA, recorded
@@ -144,9 +150,85 @@ def test_gpus_asked_for_in_all_are_not_guessed_for_other_nodes() -> None:
     facts = job("batch_total_gpus.0")
     found = allocation_from_job(facts)
     assert found.gpus_per_node == (0, 0) and "SLURM_GPUS=3" in found.warnings[0]
-    real = gpus_from_scontrol((DATA / "scontrol_show_job.txt").read_text(), facts.nodes)
+    real = gpus_from_scontrol((DATA / "scontrol_show_job.txt").read_text(), "19", facts.nodes)
     assert real == (2, 1)
     assert allocation_from_job(facts, gpus_per_node=real).tasks_per_node == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "changes", "needed"),
+    [
+        (2, {"num_gpus": "3", "gpus_on_node": 2}, True),
+        (2, {"num_gpus": "4", "gpus_on_node": 2}, False),
+        (2, {"num_gpus": "a100:4", "job_gpus": "0,1"}, False),
+        # Two here of six over three may be 2, 1, 3.
+        (3, {"num_gpus": "6", "gpus_on_node": 2}, True),
+        # salloc's shell on a login node has none.
+        (2, {"num_gpus": "4"}, True),
+        (1, {"num_gpus": "4", "gpus_on_node": 3}, False),
+        (4, {"gpus_on_node": 2}, False),
+        (4, {"num_gpus": "8", "gpus_per_node": "2"}, False),
+    ],
+)
+def test_slurm_is_asked_for_gpus_only_where_the_variables_cannot_tell(
+    num_nodes: int, changes: dict[str, object], needed: bool
+) -> None:
+    assert needs_gpus_of_nodes(plain_job(num_nodes, **changes)) is needed
+
+
+def test_excluded_nodes_do_not_make_unequal_numbers_look_equal() -> None:
+    """2, 1 and 1 GPUs: without n3 the 4 of the job would be 2 on each; n2 alone has not what n1 has."""
+    whole = plain_job(3, num_gpus="4", gpus_on_node=2, num_tasks=3, cpus_per_node=None)
+    for excluded, gpus in (("n3", (0, 0)), ("n1,n3", (0,))):
+        left = job_without(whole, excluded)
+        assert needs_gpus_of_nodes(left)
+        assert allocation_from_job(left).gpus_per_node == gpus
+    assert job_without(job_without(whole, "n3"), "n1").whole == whole
+
+
+ARRAY = """JobId=21 ArrayJobId=20 ArrayTaskId=1 JobName=x
+   NodeList=n[1-2]
+   JOB_GRES=gpu:6
+     Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:5(IDX:0-4)
+     Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)
+
+JobId=20 ArrayJobId=20 ArrayTaskId=2 JobName=x
+   NodeList=n[1-4]
+   JOB_GRES=gpu:a100:6,gpu:h100:1
+     Nodes=n[1-2] CPU_IDs=0-1 Mem=0 GRES=gpu:a100:2(IDX:0,3)
+     Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=gpu:a100:2(IDX:0-1),gpu:h100:1(IDX:2)
+     Nodes=n4 CPU_IDs=0-1 Mem=0 GRES=
+"""
+HETEROGENEOUS = """JobId=30 HetJobId=30 HetJobOffset=0 JobName=x
+     Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:3(IDX:0-2)
+
+JobId=31 HetJobId=30 HetJobOffset=1 JobName=x
+     Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "job_id", "nodes", "gpus"),
+    [
+        (ARRAY, "20", ("n1", "n2", "n3", "n4"), (2, 2, 3, 0)),
+        (ARRAY, "20", ("n3", "n1"), (3, 2)),
+        (ARRAY, "21", ("n1", "n2"), (5, 1)),
+        (ARRAY, "20_1", ("n2",), (1,)),
+        (HETEROGENEOUS, "30", ("n1",), (3,)),
+        (HETEROGENEOUS, "30+1", ("n2",), (1,)),
+    ],
+)
+def test_gpus_are_those_of_the_job_s_own_record(
+    text: str, job_id: str, nodes: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
+    assert gpus_from_scontrol(text, job_id, nodes) == gpus
+
+
+def test_a_job_or_a_node_that_scontrol_does_not_name_is_told() -> None:
+    with pytest.raises(LaunchError, match="scontrol does not know job 22"):
+        gpus_from_scontrol(ARRAY, "22", ("n1",))
+    with pytest.raises(LaunchError, match="scontrol does not say what job 21 has on n3"):
+        gpus_from_scontrol(ARRAY, "21", ("n1", "n3"))
 
 
 @pytest.mark.parametrize(
