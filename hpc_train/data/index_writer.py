@@ -54,6 +54,8 @@ class TokenFileWriter:
     def add_document(self, tokens: ArrayLike | Sequence[int]) -> None:
         """Append one document of one sequence. No tokens is a document too.
 
+        To call from Python; `data build` appends many at a time.
+
         Raises:
             DataError: an id is negative or does not fit the type; the disk is full.
         """

@@ -255,7 +255,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set all weights, each as a function of the seed and its name."""
+        """Set all weights, each as a function of the seed and its name.
+
+        To call from Python for a whole model; `parallel.apply` sets a rank's own parts, to the same values.
+        """
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_values(self.config, name, tuple(parameter.shape), seed, parameter.device))
 

@@ -19,8 +19,8 @@ from hpc_train.plan.changes import MOST_TOLD, Change, CostlySizesError, SizesErr
 T = TypeVar("T")
 Check = Callable[[Config, Allocation], T]
 _MOST_TRIED = 600
-"""Changes that are tried for one refusal (assumed; what that leaves without advice: docs/measurements/
-advice.md)."""
+"""Changes that are tried for one refusal (assumed; what that leaves without advice:
+docs/measurements/advice.md)."""
 _SURE_TRIED, _MOST_S = 20, 0.5
 """So many are tried in any case, the others while that has taken less than so long of the processor (assumed: nobody
 waits for advice; a check takes 0.3 ms with a small model, and up to 40 ms with a large one on 12,288 ranks)."""

@@ -31,7 +31,6 @@ class HashedUplink:
     name: str
     tier: str
     num_links: int
-    num_flows: int
     num_bytes: int
     expected_bytes: int
     worst_bytes: int
@@ -50,14 +49,13 @@ class HashedUplink:
 class EcmpEstimate:
     """All uplinks that carry anything and whose links are known, and the whole in two numbers.
 
-    expected_s, worst_s: time on the busiest link of all, None where speeds are not known. are_links_known: false where
-    the fabric does not tell the number of links of some uplink, which is then left out.
+    expected_s, worst_s: time on the busiest link of all, None where speeds are not known. An uplink
+    whose number of links the fabric does not tell is left out.
     """
 
     uplinks: tuple[HashedUplink, ...]
     expected_s: float | None
     worst_s: float | None
-    are_links_known: bool
 
     @property
     def expected_collision(self) -> float:
@@ -97,7 +95,6 @@ def estimate_ecmp(
     listed = routed.transfers
     num_rails = int(routed.places.rail.max(initial=0)) + 1
     found: list[HashedUplink] = []
-    is_known = True
     for tier, number, of_gpu in (("spine", SPINE, routed.places.port), ("core", CORE, routed.places.pod)):
         climbs = routed.tier >= number
         sender, receiver, num_bytes = listed.sender[climbs], listed.receiver[climbs], listed.num_bytes[climbs]
@@ -108,18 +105,16 @@ def estimate_ecmp(
         }
         links = fabric.leaf_uplinks if tier == "spine" else fabric.pod_uplinks
         counts = {at: links.get(name, 0) for at, (name, _) in names.items()}
-        is_known &= all(counts.values())
         kept = np.array([counts[int(at)] > 0 for at in uplink], dtype=bool)
         hashed = _hash_tier(uplink[kept], sender[kept], receiver[kept], num_bytes[kept], counts, flows_a_pair, seeds)
-        for at, (flows, total, expected, worst) in hashed.items():
-            found.append(HashedUplink(names[at][1], tier, counts[at], flows, total, expected, worst))
+        for at, (total, expected, worst) in hashed.items():
+            found.append(HashedUplink(names[at][1], tier, counts[at], total, expected, worst))
     speeds = fabric.link_bytes_per_s
     is_timed = bool(found) and all(uplink.tier in speeds for uplink in found)
     return EcmpEstimate(
         tuple(found),
         max(uplink.expected_bytes / speeds[uplink.tier] for uplink in found) if is_timed else None,
         max(uplink.worst_bytes / speeds[uplink.tier] for uplink in found) if is_timed else None,
-        is_known,
     )
 
 
@@ -139,8 +134,8 @@ def _hash_tier(
     num_links: dict[int, int],
     flows_a_pair: int,
     seeds: Sequence[int],
-) -> dict[int, tuple[int, int, int, int]]:
-    """By uplink: flows, bytes, and bytes of its busiest link, expected and worst."""
+) -> dict[int, tuple[int, int, int]]:
+    """By uplink: bytes, and bytes of its busiest link, expected and worst."""
     numbers, at = np.unique(uplink, return_inverse=True)
     if not numbers.size:
         return {}
@@ -161,12 +156,8 @@ def _hash_tier(
         busiest[row] = np.maximum.reduceat(loads, first[:-1])
     totals = np.zeros(len(numbers), np.int64)
     np.add.at(totals, at, num_bytes)
-    flows = np.bincount(at, minlength=len(numbers)) * flows_a_pair
     expected, worst = busiest.sum(axis=0) // len(seeds), busiest.max(axis=0)
-    return {
-        int(number): (int(flows[row]), int(totals[row]), int(expected[row]), int(worst[row]))
-        for row, number in enumerate(numbers)
-    }
+    return {int(number): (int(totals[row]), int(expected[row]), int(worst[row])) for row, number in enumerate(numbers)}
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

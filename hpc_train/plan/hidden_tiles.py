@@ -73,12 +73,6 @@ def best_hidden_tiles(config: Config, mesh: Mesh, ratios: Sequence[float] = RATI
     return tuple(found)
 
 
-def beside_share(config: Config, mesh: Mesh) -> float:
-    """The part of a micro-batch's compute that tp's transfers can run beside: not attention, nor every weight's."""
-    beside = sum(crossing.product + crossing.behind for crossing in _crossings(config, mesh))
-    return float(beside / _compute(config, mesh))
-
-
 def _compute(config: Config, mesh: Mesh) -> Fraction:
     """Floating-point operations of one micro-batch on a tp rank."""
     num_sequences, seq_len = micro_batch_shape(config)

@@ -86,6 +86,8 @@ def memory_of_stage(
 ) -> MemoryEstimate:
     """The fullest rank of a pipeline stage, at its peak in a step.
 
+    To call from Python for a stage of one's choice; `hpc-train plan` tells the fullest one.
+
     Args:
         device: "cpu" counts what torch's kernels and gloo keep there, which tests can measure.
         is_masked: Sequences hold several documents, so that attention has masks. False where none does.

@@ -140,7 +140,10 @@ def chunks_of_stages(num_stages: int, virtual_stages: int) -> tuple[tuple[int, .
 
 
 def bubble_formula(kind: Kind, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
-    """The share of a step in which stages idle, where F, B and W take equally long and messages no time."""
+    """The share of a step in which stages idle, where F, B and W take equally long and messages no time.
+
+    The documented formula (docs/measurements/pipeline.md), to call from Python; plans are played instead.
+    """
     idle = num_stages - 1
     work = virtual_stages * num_micro_batches * (3 if kind == "zero_bubble" else 1)
     return idle / (work + idle)

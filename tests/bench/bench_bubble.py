@@ -35,9 +35,10 @@ from hpc_train.plan.groups import BACKWARD, training_plan
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COMPUTE, Action, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_schedule
-from hpc_train.plan.simulate import even_costs, simulate
+from hpc_train.plan.simulate import simulate
 from tests.bench.on_ranks import on_ranks
 from tests.bench.rounds import batches_of
+from tests.plan.even_costs import even_costs
 from tests.ranks import TestRank
 from tests.train.trainers import make_config, make_trainer
 from tests.worlds import make_world

@@ -218,7 +218,7 @@ def bound(args: Mapping[str, Any], compute_s: float, communication_s: float, *, 
     """The share that the schedule can hide: equal layers, a forward half of a backward, gather and sum equally long."""
     from hpc_train.plan.hidden import hidden_shares
     from hpc_train.plan.schedule_collectives import plan_training
-    from hpc_train.plan.simulate import even_costs
+    from tests.plan.even_costs import even_costs
 
     chunks, micro_batches = args["layers"], args["micro_batches"]
     forward = round(1e9 * compute_s / (3 * chunks * micro_batches))

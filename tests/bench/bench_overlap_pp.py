@@ -151,7 +151,8 @@ def bound(args: Mapping[str, Any], compute_s: float, messages_s: float) -> float
     """The share that the schedule can hide: equal chunks, a forward half of a backward, equal messages."""
     from hpc_train.plan.hidden_messages import hidden_messages
     from hpc_train.plan.schedule_orders import plan_schedule
-    from hpc_train.plan.simulate import even_costs, simulate
+    from hpc_train.plan.simulate import simulate
+    from tests.plan.even_costs import even_costs
 
     count, virtual = args["micro_batches"], args["virtual_stages"]
     schedule = plan_schedule("1f1b", 2, count, virtual)

@@ -172,8 +172,8 @@ def _bound(args: Mapping[str, Any], ratio: float) -> float:
 
 
 def _beside(args: Mapping[str, Any]) -> float:
-    from hpc_train.plan.hidden_tiles import beside_share
     from hpc_train.plan.mesh import Mesh
+    from tests.plan.beside_share import beside_share
 
     return beside_share(_config(args, args["tiles"]), Mesh(1, 1, 1, 2))
 

@@ -13,8 +13,9 @@ from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COMPUTE, Action, Op
 from hpc_train.plan.schedule_orders import bubble_formula, plan_1f1b
 from hpc_train.plan.schedule_steps import Costs
-from hpc_train.plan.simulate import even_costs, simulate, time_of_work
+from hpc_train.plan.simulate import simulate, time_of_work
 from tests.plan.calibration import RATES, ROWS, Row, error_left_out, fit, modelled_s
+from tests.plan.even_costs import even_costs
 from tests.train.trainers import make_config
 
 LLAMA = {"family": "llama", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "vocab_size": 64}

@@ -8,7 +8,7 @@ from hpc_train.plan import hidden_messages as module
 from hpc_train.plan.hidden_messages import best_hidden_messages, hidden_messages
 from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule_orders import plan_schedule
-from hpc_train.plan.simulate import even_costs
+from tests.plan.even_costs import even_costs
 from tests.train.trainers import make_config
 
 MODEL = {"family": "gpt", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "vocab_size": 8}

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from hpc_train.plan.hidden_tiles import Crossing, beside_share, best_hidden_tiles
+from hpc_train.plan.hidden_tiles import Crossing, best_hidden_tiles
 from hpc_train.plan.mesh import Mesh
+from tests.plan.beside_share import beside_share
 from tests.train.trainers import make_config
 
 MODEL = {"family": "gpt", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 32}

@@ -14,8 +14,9 @@ from hpc_train.plan.schedule import COMPUTE, Action, Op, Payload, Schedule, Stag
 from hpc_train.plan.schedule_collectives import plan_training
 from hpc_train.plan.schedule_orders import plan_1f1b
 from hpc_train.plan.schedule_transfers import with_transfers
-from hpc_train.plan.simulate import even_costs, simulate
+from hpc_train.plan.simulate import simulate
 from tests.plan.drawn_schedules import orders_of_work, schedule_of, sound_schedules
+from tests.plan.even_costs import even_costs
 from tests.plan.hand_schedules import is_sound, parse
 
 pipelines = st.integers(1, 6).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(stages, stages + 6)))

@@ -12,7 +12,7 @@ from hpc_train.plan.mesh import Mesh
 from hpc_train.plan.schedule import COLLECTIVES, COMPUTE, Action, Op, Schedule
 from hpc_train.plan.schedule_collectives import add_collectives, early_chunks, plan_evaluation, plan_training
 from hpc_train.plan.schedule_orders import plan_schedule
-from hpc_train.plan.simulate import even_costs
+from tests.plan.even_costs import even_costs
 from tests.train.trainers import make_config
 
 SHAPES = [

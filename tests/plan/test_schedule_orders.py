@@ -23,8 +23,9 @@ from hpc_train.plan.schedule_orders import (
     plan_zero_bubble,
 )
 from hpc_train.plan.schedule_steps import pipeline_steps
-from hpc_train.plan.simulate import even_costs, simulate
+from hpc_train.plan.simulate import simulate
 from tests.plan.drawn_schedules import planned_schedules
+from tests.plan.even_costs import even_costs
 from tests.plan.hand_schedules import is_sound, parse, written
 
 shapes = st.tuples(st.integers(1, 6), st.integers(0, 9), st.integers(1, 3))

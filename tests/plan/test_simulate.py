@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from hpc_train.plan.schedule import COMPUTE, Op, Schedule
 from hpc_train.plan.schedule_orders import plan_1f1b
-from hpc_train.plan.simulate import Makespans, even_costs, simulate, time_of_work
+from hpc_train.plan.simulate import Makespans, simulate, time_of_work
 from tests.plan.drawn_schedules import sound_schedules
+from tests.plan.even_costs import even_costs
 from tests.plan.hand_schedules import EVERYTHING_ELSE, INTERLEAVED, ZERO_BUBBLE, parse, written
 
 
