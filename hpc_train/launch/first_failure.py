@@ -7,6 +7,7 @@ launcher may know better: it is the parent of the ranks, on every node, and is t
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from hpc_train import log
 from hpc_train.cluster.process_end import describe_signal
 from hpc_train.errors import ExitCode
-from hpc_train.launch.launcher_words import SAYS_ENDED, SAYS_INTERRUPTED, BadEnd
+from hpc_train.launch.launcher_words import NOT_LAUNCHED, SAYS_ENDED, SAYS_INTERRUPTED, BadEnd
 from hpc_train.launch.ranks import RanksEnd
 from hpc_train.log import FAILURE_FILE, FailureKind, kind_of, origin_of
 from hpc_train.plan.run_files import RANKS_FILE, write_atomically
@@ -35,6 +36,9 @@ def first_failure(run_dir: Path, end: RanksEnd) -> dict[str, Any] | None:
         # A rank has said what is wrong by its code, and the launcher ended the others for it.
         return None if recorded is None else _who_left(recorded)
     tasks = _tasks(run_dir)
+    not_launched = next(filter(None, map(NOT_LAUNCHED.match, end.said)), None)
+    if not_launched is not None and (recorded is None or was_ended(recorded)):
+        return _of_no_launch(tasks.get(int(not_launched[1])), not_launched)
     outside = _from_outside(end, tasks)
     if outside is not None and (recorded is None or was_ended(recorded)):
         return _of_all_ranks(recorded, outside, end)
@@ -119,6 +123,18 @@ def _from_outside(end: RanksEnd, tasks: Mapping[int, tuple[int, str]]) -> str | 
         return None
     memory = ", since memory was out" if bad_end.is_out_of_memory else ""
     return f"{bad_end.says} says that all {len(tasks)} were killed at once by {describe_signal(bad_end.signal)}{memory}"
+
+
+def _of_no_launch(place: tuple[int, str] | None, told: re.Match[str]) -> dict[str, Any]:
+    """The record that srun could not start a task, and so ended the others. place: its rank and host, where known."""
+    rank, host = place or (None, None)
+    return log.failure_record(
+        rank=rank,
+        host=host,
+        exit_code=int(ExitCode.INTERNAL),
+        message=f"srun could not start task {told[1]}: {told[2]}; the log of slurmd on its node tells why",
+        kind=FailureKind.OUTSIDE if place is None else FailureKind.ENDED,
+    )
 
 
 def _of_all_ranks(recorded: Mapping[str, Any] | None, how: str, end: RanksEnd) -> dict[str, Any]:

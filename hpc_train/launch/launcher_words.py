@@ -20,6 +20,8 @@ SLURM_ENDED_IT = re.compile(r"CANCELLED AT .* DUE TO (PREEMPTION|TIME LIMIT|NODE
 SAYS_ENDED = re.compile(r"CANCELLED AT .* DUE TO (?!TASK FAILURE)|exceeded .*memory limit|oom.kill", re.IGNORECASE)
 # Seen: srun says so where it got SIGINT twice within a second, before it passes it on and ends the step.
 SAYS_INTERRUPTED = re.compile(r"^srun: sending Ctrl-C to ")
+# Seen: where slurmd cannot start a task, as beside a socket that a step of the job's last start has left.
+NOT_LAUNCHED = re.compile(r"^srun: error: task ([0-9]+) launch failed: (.+)$")
 # Seen: `srun: error: n2: task 5: Killed`, `srun: error: n[1-2]: tasks 0-3,5: Exited with exit code 1`.
 _TASKS = r"[0-9]+(?:-[0-9]+)?"
 _SRUN_TASKS = re.compile(rf"^srun: error: \S+: tasks? ({_TASKS}(?:,{_TASKS})*): (.+)$")
@@ -70,6 +72,7 @@ class LauncherWords:
         self._slurm_ended_it: str | None = None
         self._says_interrupted: str | None = None
         self._says_ended: str | None = None
+        self._not_launched: str | None = None
         self._before = ""
         self.has_mpirun_spoken = False
         self._lock = threading.Lock()
@@ -88,6 +91,8 @@ class LauncherWords:
                 self._says_interrupted = text
             if self._says_ended is None and SAYS_ENDED.search(text):
                 self._says_ended = text
+            if self._not_launched is None and NOT_LAUNCHED.match(text):
+                self._not_launched = text
             bad_end = _srun_end(text) or _mpirun_end(f"{self._before}\n{text}")
             if bad_end is not None:
                 self._bad_ends.append((self._clock(), bad_end))
@@ -104,7 +109,7 @@ class LauncherWords:
     def said(self) -> tuple[str, ...]:
         """The last lines, after the one that says why the step was ended as a whole, however long ago that came."""
         with self._lock:
-            told = self._slurm_ended_it or self._says_interrupted or self._says_ended
+            told = self._slurm_ended_it or self._says_interrupted or self._says_ended or self._not_launched
             first = [] if told in (None, *self._last) else [str(told)]
             return (*first, *self._last)
 

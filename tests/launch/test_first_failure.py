@@ -55,6 +55,23 @@ def test_the_agent_s_record_names_the_rank_that_died(tmp_path: Path) -> None:
     assert on_record(tmp_path)["message"] == KILLED
 
 
+@pytest.mark.parametrize("kind", ["follows", "ended", None])
+def test_a_task_that_srun_could_not_start_is_named_and_none_of_those_that_it_ended_for_it(
+    tmp_path: Path, kind: str | None
+) -> None:
+    """As seen after a requeue, where a socket of the last start was left on one node."""
+    if kind is not None:
+        recorded(tmp_path, kind, 3, KILLED)
+    told = "srun: error: task 2 launch failed: Unspecified error"
+    end = RanksEnd(137, said=(told, "x"), bad_end=BadEnd("srun", (0, 1, 3), signal=9))
+    cause = "srun could not start task 2: Unspecified error; the log of slurmd on its node tells why"
+    assert decided(tmp_path, end).reason == f"all ranks: {cause}"
+    on_slurm(tmp_path)
+    assert decided(tmp_path, end).reason == f"rank 1 on n2: {cause}"
+    recorded(tmp_path, "own", 3, "a fault")
+    assert decided(tmp_path, end).reason == "rank 3 on n1: a fault"
+
+
 @pytest.mark.parametrize("kind", ["follows", None])
 def test_without_an_agent_the_launcher_names_it(tmp_path: Path, kind: str | None) -> None:
     """Rank 0 has lost rank 1 and says so, or was ended before it could."""

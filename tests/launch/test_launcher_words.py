@@ -63,6 +63,11 @@ def test_of_those_that_were_killed_all_are_told_that_were_so_at_once(last: float
     assert heard(lines, [0.0, 0.1, last]).first_bad_end == BadEnd("srun", tasks, signal=9, is_out_of_memory=True)
 
 
+def test_that_a_task_could_not_be_started_is_kept() -> None:
+    told = "srun: error: task 0 launch failed: Unspecified error"
+    assert heard([told, *["srun: error: n4: task 3: Killed"] * 9]).said[0] == told
+
+
 def test_of_those_that_were_interrupted_all_are_told_and_that_srun_was_is_kept() -> None:
     """As seen after scancel --signal=INT, and after two SIGINT to srun."""
     lines = ["srun: error: n1: tasks 0-1: Interrupt", "srun: error: n3: task 4: Exited with exit code 1"]
