@@ -41,36 +41,60 @@ _NO_CREDENTIALS = Cause(
     "Give them where the client of this kind of store looks for them, on every node (of s3://, ~/.aws or "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; of sftp://, ~/.ssh or an agent).",
 )
+_NO_ANSWER = Cause(
+    "the server does not answer",
+    True,
+    "Is the address right, and may this node reach it? Compute nodes often have no way out.",
+)
 # In this order, by the words of a failure as class and message.
 _CAUSES: list[tuple[str, Cause]] = [
     (
         r"NoCredentials|InvalidAccessKey|SignatureDoesNotMatch|ExpiredToken|Authentication|Unauthorized|\b401\b"
-        r"|PasswordRequired|BadHostKey|[Uu]nable to locate credentials|No hostkey",
+        r"|PasswordRequired|[Uu]nable to locate credentials|not a valid .*private key",
         _NO_CREDENTIALS,
+    ),
+    (
+        r"BadHostKey|No hostkey|not found in known_hosts",
+        Cause(
+            "the server's host key is not known here, or another one",
+            False,
+            "Is it the right server? Then have its key in ~/.ssh/known_hosts, on every node.",
+        ),
+    ),
+    (
+        r"RequestTimeTooSkewed",
+        Cause("the clocks of this node and of the server differ", False, "Have the site set them (NTP)."),
     ),
     (
         r"NotImplementedError|MethodNotAllowed|[Rr]ead-only",
         Cause("this store does not take that", False, "It can be read only, or its client is too old."),
     ),
     (
-        r"[Qq]uota|QuotaExceeded|[Nn]o space left|InsufficientStorage|EntityTooLarge",
+        r"[Qq]uota|QuotaExceeded|[Nn]o space left|InsufficientStorage|EntityTooLarge|StorageFull|HTTP 507",
         Cause("no space is left, or the quota is used up", False, "Remove old files, or choose another folder."),
     ),
     (
-        r"[Tt]ime(d)? ?out|Timeout|SlowDown|TooManyRequests|InternalError|ServiceUnavailable|\b50[0234]\b"
+        r"[Tt]ime(d)? ?out|Timeout|SlowDown|TooManyRequests|InternalError|ServiceUnavailable|\b(50[0234]|429)\b"
+        r"|OperationAborted|BadGateway"
         r"|[Cc]onnection|[Cc]onnect call|EOFError|[Ss]ocket (is )?closed|SSHException|Server connection dropped"
         r"|unreachable|[Bb]roken pipe|[Tt]emporary failure",
-        Cause(
-            "the server does not answer",
-            True,
-            "Is the address right, and may this node reach it? Compute nodes often have no way out.",
-        ),
+        _NO_ANSWER,
     ),
     (
         r"UnknownHost|Name or service not known|gaierror|[Cc]ould not resolve",
         Cause("the server's host is not known here", False, "Correct the URL, or the client's configuration."),
     ),
+    (
+        r"^OSError: Failure",  # cited: SSH_FX_FAILURE, all that a server of SFTP says of a full disk
+        Cause(
+            "the server has failed and does not say why",
+            False,
+            "Its disk may be full, or the quota used up: remove old files, or choose another folder.",
+        ),
+    ),
 ]
+_BUSY = (errno.EBUSY, errno.EREMOTEIO)
+"""What s3fs makes of SlowDown, ServiceUnavailable and InternalError (read in its errors.py)."""
 _NO_PERMISSION = Cause("no permission", False, "Choose a folder that this user may write, or have that changed.")
 _NOTHING_THERE = Cause("no folder can be made there", False, "Is there such a bucket or share? It is not made here.")
 _OTHER = Cause("the store refused", False, "Look at its words:")
@@ -202,6 +226,8 @@ class FsspecBackend(Backend):
                 fs, _ = url_to_fs(f"{self._prefix}/", skip_instance_cache=True, **no_listings)
             except ImportError as problem:
                 raise ConfigError(f"{self._prefix}: its client is not installed here: {problem}") from problem
+            except FileNotFoundError as problem:  # else it would be taken for a file of the store
+                raise ConfigError(f"{self._prefix}: a file that its client needs is missing: {problem}") from problem
             found = self._fs = fs if fs.async_impl else _InTurn(fs, threading.Lock())
         return found
 
@@ -305,17 +331,32 @@ class _Writer(BackendWriter):
             if hasattr(self._file, "discard"):
                 self._file.closed = True  # else it would be sent when Python lets go of it
             else:
+                if (rest := getattr(self._file, "_wbuffer", None)) is not None:
+                    # paramiko's would send it, now and when Python lets go, and waits forever then (an agent hung).
+                    rest.truncate(0)
                 self._file.close()
 
 
 def _cause(problem: Exception) -> Cause:
-    if isinstance(problem, PermissionError):
+    words = f"{type(problem).__name__}: {problem}{_answer(problem)}"
+    told = next((cause for pattern, cause in _CAUSES if re.search(pattern, words)), None)
+    if told is None and isinstance(problem, PermissionError):
         return _NO_PERMISSION
     if isinstance(problem, FileNotFoundError):
         return _NOTHING_THERE
-    words = f"{type(problem).__name__}: {problem}"
-    told = next((cause for pattern, cause in _CAUSES if re.search(pattern, words)), None)
+    if told is None and isinstance(problem, OSError) and problem.errno in _BUSY:
+        return _NO_ANSWER
     return told or cause_of_number(problem) or _OTHER
+
+
+def _answer(problem: BaseException) -> str:
+    """The server's own code and status where a client of S3 has put its words in their place."""
+    behind = problem.__cause__ or problem.__context__
+    response = getattr(behind, "response", None)
+    if not isinstance(response, dict):
+        return ""
+    code, status = (response.get(part, {}) for part in ("Error", "ResponseMetadata"))
+    return f" [{code.get('Code')}, HTTP {status.get('HTTPStatusCode')}]"
 
 
 def _is_same(name: str, place: str) -> bool:

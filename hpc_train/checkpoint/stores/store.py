@@ -168,15 +168,16 @@ class Store:
     def discard(self, path: str, doomed: str) -> None:
         """Remove a folder, which loses its name first: at once for every reader. doomed: the name that it has then.
 
-        What cannot be removed is left under that name; where there is no rename, without its manifest.
+        Raises:
+            StoreError: some of it could not be removed, and is left under that name; where there is no rename, without
+                its manifest.
         """
         if self.backend().has_rename:
             self.rename(path, doomed)
             path = doomed
         else:
             self.remove(posixpath.join(path, LAST_FILE))
-        with suppress(StoreError, OSError):
-            self.remove(path)
+        self.remove(path)
 
     def flush_folder(self, path: str) -> None:
         self.call("flush", path, lambda backend: backend.flush_folder(path))

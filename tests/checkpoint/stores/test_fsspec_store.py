@@ -24,6 +24,7 @@ from hpc_train.checkpoint.stores.fsspec_store import FsspecBackend
 from hpc_train.checkpoint.stores.location import Location, locate
 from hpc_train.checkpoint.stores.store import Patience, Store
 from hpc_train.errors import ConfigError
+from tests.checkpoint.saving.bad_disks import small_disk
 from tests.checkpoint.stores.store_contract import StoreContract
 from tests.services.s3 import S3Server
 from tests.services.sftp import SftpServer
@@ -254,6 +255,77 @@ def test_a_server_that_hangs_up_is_told_without_a_stack_of_the_client() -> None:
         done = subprocess.run([sys.executable, "-c", _ASK, url], capture_output=True, text=True, timeout=60)
         hung_up.result()
     assert "the server does not answer" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.sftp
+def test_of_a_file_that_met_a_full_disk_nothing_is_sent_when_python_lets_go_of_it(sftp: SftpServer) -> None:
+    """Seen: an agent hung as it ended, since paramiko's file sent its rest again and waited for that answer."""
+    with small_disk(sftp.data / "full", 1 << 20):
+        place = locate(f"{sftp.url}/full/file")
+        backend = FsspecBackend("sftp", _authority(place))
+        writer = backend.create(place.path)
+        writer.write(memoryview(bytes(3 << 20)))
+        with pytest.raises(OSError, match="Failure") as problem:
+            writer.close()
+        writer.abandon()
+        assert writer._file.closed
+        cause = backend.cause(problem.value)
+        assert (cause.text, cause.may_pass) == ("the server has failed and does not say why", False)
+        assert "Its disk may be full" in cause.cure
+
+
+@pytest.mark.sftp
+def test_a_key_file_that_is_missing_is_not_taken_for_a_missing_folder(
+    sftp: SftpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "sftp", {**sftp.options, "key_filename": "/nowhere/key"})
+    with pytest.raises(ConfigError, match=r"a file that its client needs is missing: .*/nowhere/key"):
+        locate(sftp.url).entry()
+
+
+@pytest.mark.sftp
+def test_a_host_whose_key_is_not_known_is_refused_at_once(sftp: SftpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "sftp", {**sftp.options, "host_key_policy": "reject"})
+    with pytest.raises(StoreError, match="host key is not known here") as refusal:
+        locate(sftp.url).entry()
+    assert "tried for" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told", "may_pass"),
+    [
+        (500, "InternalError", "does not answer", True),
+        (502, "BadGateway", "does not answer", True),
+        (503, "SlowDown", "does not answer", True),
+        (503, "ServiceUnavailable", "does not answer", True),
+        (429, "TooManyRequests", "does not answer", True),
+        (409, "OperationAborted", "does not answer", True),
+        (403, "AccessDenied", "no permission", False),
+        (400, "ExpiredToken", "credentials", False),
+        (403, "InvalidAccessKeyId", "credentials", False),
+        (403, "SignatureDoesNotMatch", "credentials", False),
+        (403, "RequestTimeTooSkewed", "clocks", False),
+        (403, "QuotaExceeded", "no space", False),
+        (507, "XMinioStorageFull", "no space", False),
+        # An answer to HEAD has its status alone, and s3fs sets no cause there.
+        (500, "500", "does not answer", True),
+        (502, "502", "does not answer", True),
+        (503, "503", "does not answer", True),
+        (429, "429", "does not answer", True),
+        (403, "403", "no permission", False),
+    ],
+)
+def test_causes_are_known_by_the_server_s_code_though_its_client_hides_it(
+    status: int, code: str, told: str, may_pass: bool
+) -> None:
+    """As s3fs puts them into Python's own."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+    errors = pytest.importorskip("s3fs.errors")
+    words = {"Code": code, "Message": "words of the server's"}
+    answer = exceptions.ClientError({"Error": words, "ResponseMetadata": {"HTTPStatusCode": status}}, "Put")
+    problem = errors.translate_boto_error(answer, set_cause=not code.isdigit())
+    cause = FsspecBackend("s3", "bucket").cause(problem)
+    assert (told in cause.text, cause.may_pass) == (True, may_pass), cause
 
 
 def _authority(place: Location) -> str:
