@@ -197,6 +197,20 @@ def test_a_small_file_whose_write_failed_is_written_anew(tmp_path: Path, call: s
         (locate(tmp_path) / "file").write_text("other")
 
 
+def test_a_folder_that_could_not_be_removed_whole_has_lost_its_name_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: LocalBackend, path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(LocalBackend, "remove", refused)
+    (tmp_path / "folder").mkdir()
+    root = locate(tmp_path)
+    with pytest.raises(StoreError, match=r"cannot remove .*doomed: no permission"):
+        (root / "folder").discard(root / "doomed")
+    assert [entry.name for entry in root.entries()] == ["doomed"]
+
+
 def test_a_change_whose_answer_was_lost_counts_as_done(tmp_path: Path) -> None:
     for call in ("rename", "replace"):
         folder, backend, _ = _failing(tmp_path, **{call: [_stale()]})
